@@ -1,0 +1,480 @@
+"""Every setting of a Nova run: its default, its unit, why it is what it is.
+
+One dataclass, one field a line. Values come from, later wins:
+
+    defaults  <  environment  <  override files, in order  <  --key=value
+
+An override file (`config/*.py`) is plain Python: it runs with all current values visible, so
+`warmup_steps = total_steps // 50` works. Names that start with `_`, and imports, stay private to the file.
+Anything else that is not a setting, a value of the wrong type, or two settings that contradict each other is a
+`SettingsError` that names the setting and where its value came from.
+
+The idea of override files is nanoGPT's; unlike there, a typo cannot make a ghost variable.
+"""
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+MODEL, MATH, FREE = "model", "math", "free"
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown, of the wrong type, or in contradiction with another."""
+
+    exit_code = 64  # see startup.py: every error of Nova carries the exit code that it ends the run with
+
+
+def setting(default, help: str, kind: str = FREE):
+    """One field. `kind` says what a resume may do with a changed value: MODEL never fits the saved weights,
+    MATH changes the course of the run (needs --allow_change), FREE may differ."""
+    metadata = {"help": help, "kind": kind}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class Settings:
+    # --- model (the seed's sizes: 7.9 B parameters, see config/h200_8x.py) ---------------------------------
+    vocab_size: int | None = setting(None, "token ids; None: read from the data's metadata.json", MODEL)
+    d_model: int = setting(4096, "channels of the residual stream", MODEL)
+    n_layers: int = setting(35, "blocks", MODEL)
+    n_heads: int = setting(32, "query heads that reach the output projection; divides d_model", MODEL)
+    n_kv_heads: int = setting(8, "key/value heads (grouped-query attention); divides n_heads", MODEL)
+    ffn_hidden: int = setting(14336, "hidden channels of SwiGLU", MODEL)
+    max_len: int = setting(2048, "tokens per sequence", MODEL)
+    attention: Literal["diff", "diff_v2", "standard"] = setting(
+        "diff", "form of attention, see model.py", MODEL
+    )
+    diff_lambda_init: float | None = setting(
+        None, "lambda_0 of attention=diff; None: 0.8-0.6exp(-0.3 layer)", MATH
+    )
+    head_gate: bool = setting(True, "one learned scale per head (the seed's head gate)", MODEL)
+    attn_gate: bool = setting(False, "per-head sigmoid gate computed from the input (2505.06708)", MODEL)
+    layer_scale: float = setting(0.1, "initial LayerScale of both branches (2103.17239); 0: none", MODEL)
+    logit_softcap: float = setting(50.0, "bound on |logit|: cap*tanh(z/cap) in fp32; 0: none", MATH)
+    rope_theta: float = setting(500_000.0, "base of the rotary wavelengths (Llama 3's)", MATH)
+    tie_embeddings: bool = setting(True, "one matrix for embedding and head", MODEL)
+    z_loss: float = setting(0.0, "weight of the squared log-partition (PaLM); 0: none", MATH)
+
+    # --- precision and memory ------------------------------------------------------------------------------
+    use_fp8: Literal["auto", "on", "off"] = setting(
+        "auto", "float8 block matrices; auto: on sm_90 and newer", MATH
+    )
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting(
+        "rowwise", "torchao scaling; 8B, 8xH100: tensorwise +25 %, rowwise +10 % (torchao)", MATH
+    )
+    fp8_emulate: bool = setting(False, "compute float8 in software: for tests on machines without it", MATH)
+    use_compile: Literal["auto"] | bool = setting(
+        "auto", "torch.compile per block; auto: if a compiler is found"
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = setting("none", "recompute in backward")
+    loss_chunk: int = setting(2048, "tokens per chunk of the loss: bounds the logits held at once")
+    reshard_after_forward: bool = setting(True, "free gathered weights after forward (FSDP: less memory)")
+    reduce_every_micro_step: bool = setting(False, "reduce gradients each micro-step: no unsharded fp32 copy")
+    shard_size: int | None = setting(None, "ranks that share one copy of the weights (HSDP); None: all")
+    cpu_offload: bool = setting(False, "keep sharded weights, gradients and optimizer state in host memory")
+    allow_math_attention: bool = setting(False, "accept SDPA's quadratic-memory math kernel on a GPU")
+    deterministic: bool = setting(False, "deterministic kernels: resume is bit-exact on GPU too, slower")
+    threads: int | None = setting(None, "CPU threads per process; None: cores / processes on this machine")
+
+    # --- optimizers ----------------------------------------------------------------------------------------
+    # Muon's update has RMS 0.2*lr, as AdamW's (Moonlight, 2502.16982), so muon_lr is an AdamW-like rate. The seed's
+    # 6e-3 was never exercised as Muon: its sharded gradients were 1-D and fell through to momentum SGD. At d 4096 it
+    # would move weights of std 0.02 by 6 % a step.
+    muon_lr: float = setting(4e-4, "peak rate of the block matrices, in AdamW's units", MATH)
+    muon_min_lr: float | None = setting(None, "floor of muon_lr; None: a tenth", MATH)
+    lr: float = setting(2e-4, "peak rate of embedding, head, norms and gates (AdamW)", MATH)
+    min_lr: float | None = setting(None, "floor of lr; None: a tenth", MATH)
+    weight_decay: float = setting(0.1, "decoupled, times the rate; not on 1-D parameters", MATH)
+    beta1: float = setting(0.9, "AdamW", MATH)
+    beta2: float = setting(0.95, "AdamW", MATH)
+    adam_eps: float = setting(1e-8, "AdamW", MATH)
+    adamw: Literal["8bit", "fp32"] = setting("8bit", "8bit: bitsandbytes, saves 0.4 GB/GPU at 8B on 8", MATH)
+    muon_momentum: float = setting(0.95, "Nesterov momentum", MATH)
+    muon_momentum_warmup: int = setting(0, "steps from momentum 0.85 to muon_momentum; 0: none", MATH)
+    muon_coeffs: Literal["polar_express", "keller_jordan"] = setting("polar_express", "see muon.py", MATH)
+    muon_split_heads: bool = setting(
+        False, "orthogonalise q, k, v head by head instead of as three blocks", MATH
+    )
+    grad_clip: float = setting(1.0, "bound on the global gradient norm; 0: none", MATH)
+    max_bad_steps: int = setting(3, "non-finite steps in a row (each is skipped) that end the run")
+
+    # --- batch and schedule --------------------------------------------------------------------------------
+    sequences_per_step: int = setting(384, "global batch, in sequences: the same on any number of GPUs", MATH)
+    micro_batch: int = setting(6, "sequences per GPU and micro-step; bounds memory, not the mathematics")
+    total_steps: int = setting(130_000, "optimizer steps of the schedule", MATH)
+    target_tokens: float | None = setting(None, "tokens to train on; replaces total_steps when set", MATH)
+    schedule: Literal["cosine", "wsd"] = setting(
+        "cosine", "wsd: constant, then linear decay over decay_frac", MATH
+    )
+    warmup_steps: int = setting(4_000, "steps of linear warm-up", MATH)
+    decay_frac: float = setting(
+        0.2, "share of the steps that schedule=wsd, or a budget's end, decays over", MATH
+    )
+    stop_at: int | None = setting(None, "stop after this step, schedule unchanged; saved and resumable")
+    schedule_from: str | None = setting(
+        None, "checkpoint folder whose weights and state a new run branches from"
+    )
+    ctx_warmup_steps: int = setting(3_000, "steps until the context reaches ctx_end_len", MATH)
+    ctx_start_len: int | None = setting(
+        None, "context of the first steps; None: ctx_end_len (no warm-up)", MATH
+    )
+    ctx_end_len: int | None = setting(None, "context after the warm-up; None: max_len", MATH)
+    max_hours: float | None = setting(None, "budget of the whole run, over all restarts: it ends decayed")
+    job_hours: float | None = setting(None, "limit of one launch: ends saved, stopped and resumable")
+
+    # --- data ----------------------------------------------------------------------------------------------
+    data: str | None = setting(
+        None, '"python", a folder, or a Hub dataset repo (environment: HF_DATASET_REPO)'
+    )
+    data_revision: str = setting("main", "branch, tag or commit of a Hub dataset repo")
+    domains: list[str] = setting(
+        ["code", "general", "math", "reasoning"], "folders under data/ (DOMAINS)", MATH
+    )
+    domain_weights: list[int] | None = setting(None, "sequences of each domain per cycle; None: equal", MATH)
+    cache_dir: str = setting("~/.cache/nova", "folder for packed text and downloaded shards")
+    cache_gb: float = setting(64.0, "downloaded shards kept on disk per node, GB")
+    hub_patience: float = setting(240.0, "seconds to retry the Hub in a step; below step_timeout")
+    shard_refresh_steps: int = setting(1_000, "steps between looks for new shards; 0: never", MATH)
+    val_rows: int = setting(64, "rows per domain held out of training for good", MATH)
+    eval_rows: int = setting(20, "held-out rows per domain read at each evaluation")
+    final_eval_rows: int = setting(64, "held-out rows per domain read at the end")
+
+    # --- run -----------------------------------------------------------------------------------------------
+    out_dir: str = setting("out/nova", "checkpoints, metrics, export, status of this run")
+    seed: int = setting(42, "of the weights and of the data order", MATH)
+    log_every: int = setting(10, "steps between console lines")
+    eval_every: int = setting(500, "steps between evaluations, each with a text sample")
+    ckpt_every: int = setting(1_000, "steps between milestone checkpoints")
+    save_minutes: float = setting(30.0, "minutes between `latest` checkpoints; 0: none")
+    ckpt_keep: int = setting(2, "checkpoints kept of each kind (latest, best, milestone)")
+    resume: Literal["auto", "must", "never"] = setting("auto", "must: an error without a checkpoint")
+    allow_change: list[str] = setting([], "names of settings that a resume may change although they matter")
+    hf_model_repo: str | None = setting(None, "Hub repo for checkpoints and weights (HF_MODEL_REPO)")
+    publish: bool = setting(True, "upload to hf_model_repo when it is set; needs HF_TOKEN with write access")
+    tracker: Literal["none", "trackio", "wandb"] = setting("none", "also send metrics there; imported on use")
+    sample_prompt: str = setting("", "text that samples continue; empty: the end-of-document token")
+    sample_tokens: int = setting(120, "tokens of each sample; 0: none")
+    usd_per_gpu_hour: float = setting(3.5, "price that plan.py reckons with")
+
+    # --- safety --------------------------------------------------------------------------------------------
+    init_timeout: float = setting(1800.0, "seconds a collective may take until the first step is done")
+    step_timeout: float = setting(300.0, "seconds a collective may take afterwards")
+    stage_timeout: float = setting(900.0, "seconds that one start-up stage may take")
+    allow_slow_links: bool = setting(False, "accept GPUs without peer access (implied by nccl_safe)")
+    drill: bool = setting(False, "run the whole cycle once (steps, evaluation, save, reload), then stop")
+    debug: bool = setting(False, "full tracebacks, blocking kernels, NCCL log (environment: NOVA_DEBUG=1)")
+    nccl_safe: bool = setting(False, "no P2P, no shared memory, ring only (environment: NOVA_NCCL_SAFE=1)")
+
+    def __post_init__(self):
+        self.source: dict[str, str] = {}  # where each value that is not a default came from
+
+    # --- derived -------------------------------------------------------------------------------------------
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: vocab_size rounded up to a multiple of 64 (the seed's rule)."""
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        return self.sequences_per_step * self.max_len
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the schedule: target_tokens when set, else total_steps."""
+        return (
+            math.ceil(self.target_tokens / self.tokens_per_step) if self.target_tokens else self.total_steps
+        )
+
+    def grad_accum(self, world: int) -> int:
+        """Micro-steps per optimizer step. Raises SettingsError where the batch does not divide."""
+        per_micro_step = self.micro_batch * world
+        if self.sequences_per_step % per_micro_step:
+            near = [
+                n for n in range(1, self.sequences_per_step + 1) if self.sequences_per_step % (n * world) == 0
+            ]
+            cure = (
+                f"micro_batch could be one of {near}"
+                if near
+                else f"{world} ranks do not divide it: change it"
+            )
+            raise self.error(
+                "sequences_per_step",
+                f"is not a multiple of micro_batch {self.micro_batch} x {world} ranks; {cure}",
+            )
+        return self.sequences_per_step // per_micro_step
+
+    def error(self, name: str, problem: str) -> SettingsError:
+        """A SettingsError that says which setting, its value, and where the value was set."""
+        return SettingsError(
+            f"{name}={getattr(self, name)!r} ({self.source.get(name, 'default')}): {problem}"
+        )
+
+    def as_dict(self) -> dict:
+        """All settings as JSON values."""
+        return dataclasses.asdict(self)
+
+    def digest(self) -> str:
+        """sha256 of all settings: equal on all ranks, or the start-up stops."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
+TYPES = typing.get_type_hints(Settings)
+ENVIRONMENT = {
+    "HF_DATASET_REPO": "data",
+    "HF_MODEL_REPO": "hf_model_repo",
+    "DOMAINS": "domains",
+    "NOVA_DEBUG": "debug",
+    "NOVA_NCCL_SAFE": "nccl_safe",
+}
+RETIRED = {
+    "grad_accum": "set sequences_per_step; grad_accum follows from it, micro_batch and the number of ranks",
+    "data_buf_size": "delete it: the order is exact and needs no shuffle buffer",
+    "shard_refresh_rows": "use shard_refresh_steps",
+    "batch_size": "use sequences_per_step (global) and micro_batch (per GPU)",
+    "block_size": "use max_len",
+    "learning_rate": "use muon_lr (block matrices) and lr (the rest)",
+    "max_iters": "use total_steps",
+}
+
+
+def unknown(name: str, where: str) -> SettingsError:
+    if name in RETIRED:
+        return SettingsError(f"{name} ({where}) is not a setting of Nova: {RETIRED[name]}")
+    near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.6)
+    return SettingsError(
+        f"{name} ({where}) is not a setting; "
+        + (f"did you mean {' or '.join(near)}?" if near else "see --help")
+    )
+
+
+def convert(name: str, value, where: str):
+    """The value as the type of its field, or a SettingsError. An int is a float; nothing else is converted."""
+    wanted = TYPES[name]
+    options = [wanted]
+    if typing.get_origin(wanted) not in (Literal, list) and typing.get_args(wanted):
+        options = list(typing.get_args(wanted))
+    for kind in options:
+        if typing.get_origin(kind) is Literal and isinstance(value, str) and value in typing.get_args(kind):
+            return value
+        if typing.get_origin(kind) is list and isinstance(value, (list, tuple)):
+            item = typing.get_args(kind)[0]
+            if all(isinstance(v, item) and not isinstance(v, bool) for v in value):
+                return list(value)
+        if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if math.isfinite(value):
+                return float(value)
+        if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            return int(value)
+        if kind is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if kind in (bool, str, type(None)) and type(value) is kind:
+            return value
+    raise SettingsError(f"{name}={value!r} ({where}): must be {describe(wanted)}")
+
+
+def describe(kind) -> str:
+    """A type in words."""
+    if kind is type(None):
+        return "None"
+    if typing.get_origin(kind) is Literal:
+        return " | ".join(repr(a) for a in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return f"a list of {describe(typing.get_args(kind)[0])}"
+    if typing.get_args(kind):
+        return " | ".join(describe(a) for a in typing.get_args(kind))
+    return kind.__name__
+
+
+def parse(name: str, text: str):
+    """A command-line or environment text as a Python value: 3, 1e-4, None, true, a,b, [1,2], else the text."""
+    options = typing.get_args(TYPES[name]) or (TYPES[name],)
+    kinds = (TYPES[name], *options)
+    if any(typing.get_origin(k) is list for k in kinds) and not text.startswith("["):
+        items = [t.strip() for t in text.split(",") if t.strip()]
+        return [int(t) if t.lstrip("-").isdigit() else t for t in items]
+    if bool in kinds and text.lower() in ("true", "false", "1", "0", "yes", "no"):
+        return text.lower() in ("true", "1", "yes")
+    if str in kinds and text != "None":
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def run_override_file(path: str, settings: Settings):
+    """Execute one override file on top of `settings`. It is code that the user named: it is run."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+    except OSError as e:
+        raise SettingsError(f"override file {path}: {e.strerror or e}") from None
+    try:
+        tree = ast.parse(text, path)
+        names = {n: getattr(settings, n) for n in FIELDS}
+        exec(compile(tree, path, "exec"), names)
+    except SettingsError:
+        raise
+    except Exception as e:
+        line = getattr(e, "lineno", None) or (
+            e.__traceback__.tb_next.tb_lineno if e.__traceback__.tb_next else "?"
+        )
+        raise SettingsError(f"override file {path} line {line}: {type(e).__name__}: {e}") from None
+    lines, private = {}, {"__builtins__"}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            private.update((a.asname or a.name).split(".")[0] for a in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            lines[node.name] = node.lineno
+    for name, value in names.items():
+        if name.startswith("_") or name in private or (name in FIELDS and name not in lines):
+            continue
+        assign(settings, name, value, f"{path} line {lines.get(name, '?')}")
+
+
+def assign(settings: Settings, name: str, value, where: str):
+    if name not in FIELDS:
+        raise unknown(name, where)
+    setattr(settings, name, convert(name, value, where))
+    settings.source[name] = where
+
+
+def load_settings(argv: list[str], environ=os.environ) -> Settings:
+    """Settings from the environment, override files and --key=value, in that order. Raises SettingsError."""
+    settings = Settings()
+    for variable, name in ENVIRONMENT.items():
+        if environ.get(variable):
+            assign(settings, name, parse(name, environ[variable]), f"environment {variable}")
+    files = [a for a in argv if not a.startswith("-")]
+    for path in files:
+        run_override_file(path, settings)
+    for argument in (a for a in argv if a.startswith("-")):
+        name, equals, text = argument.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if not equals and name in FIELDS and TYPES[name] is bool:
+            text, equals = "true", "="  # --drill
+        if name not in FIELDS:
+            raise unknown(name, "command line")
+        if not equals:
+            raise SettingsError(f"{argument} (command line): write --{name}=VALUE")
+        assign(settings, name, parse(name, text), f"command line --{name}")
+    check(settings)
+    return settings
+
+
+def check(s: Settings):
+    """Raise SettingsError for values out of range and for contradictions."""
+    for name in (
+        "d_model n_layers n_heads n_kv_heads ffn_hidden max_len loss_chunk sequences_per_step micro_batch total_steps "
+        "log_every eval_every ckpt_every ckpt_keep eval_rows final_eval_rows val_rows max_bad_steps"
+    ).split():
+        if getattr(s, name) < 1:
+            raise s.error(name, "must be at least 1")
+    for name in (
+        "layer_scale logit_softcap z_loss muon_lr lr weight_decay grad_clip warmup_steps ctx_warmup_steps cache_gb seed "
+        "muon_momentum_warmup shard_refresh_steps save_minutes sample_tokens usd_per_gpu_hour hub_patience"
+    ).split():
+        if getattr(s, name) < 0:
+            raise s.error(name, "must not be negative")
+    for name in "vocab_size threads shard_size stop_at target_tokens max_hours job_hours".split():
+        if getattr(s, name) is not None and getattr(s, name) <= 0:
+            raise s.error(name, "must be positive, or None")
+    for name in "rope_theta init_timeout step_timeout stage_timeout adam_eps".split():
+        if getattr(s, name) <= 0:
+            raise s.error(name, "must be positive")
+    for name in "beta1 beta2 muon_momentum".split():
+        if not 0 <= getattr(s, name) < 1:
+            raise s.error(name, "must be in [0, 1)")
+    if not 0 < s.decay_frac <= 1:
+        raise s.error("decay_frac", "must be in (0, 1]")
+    if s.diff_lambda_init is not None and not 0 <= s.diff_lambda_init < 1:
+        raise s.error("diff_lambda_init", "must be in [0, 1), since (1 - lambda_0) scales the output")
+    if s.d_model % s.n_heads:
+        raise s.error("n_heads", f"must divide d_model={s.d_model}")
+    if s.n_heads % s.n_kv_heads:
+        raise s.error("n_kv_heads", f"must divide n_heads={s.n_heads}")
+    streams = 2 if s.attention == "diff" else 1
+    if s.head_dim % (2 * streams) or s.head_dim > 256:
+        raise s.error(
+            "n_heads",
+            f"head_dim = d_model / n_heads = {s.head_dim} must be a multiple of {2 * streams} and at most 256",
+        )
+    if s.attention != "diff" and s.diff_lambda_init is not None:
+        raise s.error("diff_lambda_init", f"has no meaning with attention={s.attention!r}")
+    if s.ctx_end_len is None:
+        s.ctx_end_len = s.max_len
+    if s.ctx_start_len is None:
+        s.ctx_start_len = s.ctx_end_len
+    for name in ("ctx_start_len", "ctx_end_len"):
+        if not 1 <= getattr(s, name) <= s.max_len or s.max_len % getattr(s, name):
+            raise s.error(
+                name,
+                f"must be a divisor of max_len={s.max_len}: rows are cut into contexts, nothing is dropped",
+            )
+    if s.ctx_start_len > s.ctx_end_len:
+        raise s.error("ctx_start_len", f"exceeds ctx_end_len={s.ctx_end_len}")
+    for floor, peak in (("muon_min_lr", "muon_lr"), ("min_lr", "lr")):
+        if getattr(s, floor) is None:
+            setattr(s, floor, getattr(s, peak) / 10)
+        if not 0 <= getattr(s, floor) <= getattr(s, peak):
+            raise s.error(floor, f"must lie between 0 and {peak}={getattr(s, peak)}")
+    if s.warmup_steps >= s.steps:
+        raise s.error("warmup_steps", f"must be below the {s.steps} steps of the schedule")
+    if s.sequences_per_step % s.micro_batch:
+        raise s.error("micro_batch", f"must divide sequences_per_step={s.sequences_per_step}")
+    if not s.domains or len(set(s.domains)) != len(s.domains) or not all(s.domains):
+        raise s.error("domains", "must be a list of different, non-empty names")
+    if s.domain_weights is not None and (
+        len(s.domain_weights) != len(s.domains) or min(s.domain_weights) < 1
+    ):
+        raise s.error(
+            "domain_weights", f"must be {len(s.domains)} positive integers, one for each of {s.domains}"
+        )
+    for name in ("eval_rows", "final_eval_rows"):
+        if getattr(s, name) > s.val_rows:
+            raise s.error(name, f"exceeds val_rows={s.val_rows}, the rows that are held out")
+    if s.shard_refresh_steps and s.hub_patience >= s.step_timeout:
+        raise s.error("hub_patience", f"must stay below step_timeout={s.step_timeout}: the other ranks wait")
+    for name in s.allow_change:
+        if name not in FIELDS:
+            raise unknown(name, "allow_change")
+    if s.nccl_safe:
+        s.allow_slow_links = True
+
+
+def help_text() -> str:
+    """All settings with default and meaning, for --help."""
+    rows = ["usage: train_nova.py [override files …] [--key=value …]", ""]
+    for name, field in FIELDS.items():
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        rows.append(f"  --{name}={default!r}".ljust(44) + f"  {field.metadata['help']}")
+    return "\n".join(rows)
+
+
+def changes(saved: dict, now: Settings) -> list[tuple[str, object, object, str]]:
+    """(name, saved value, present value, kind) of each setting that differs from a saved run's."""
+    present = now.as_dict()
+    return [
+        (n, saved.get(n), present[n], FIELDS[n].metadata["kind"])
+        for n in FIELDS
+        if n in saved and saved[n] != present[n]
+    ]

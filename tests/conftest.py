@@ -1,0 +1,37 @@
+"""Settings shared by all tests: product files importable, one thread, no network but loopback."""
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [ROOT]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+for name in ("HF_TOKEN", "HF_DATASET_REPO", "HF_MODEL_REPO", "DOMAINS", "NOVA_DEBUG", "NOVA_NCCL_SAFE"):
+    os.environ.pop(name, None)  # a developer's own environment must not change what is tested
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import settings as settings_module  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def tiny_settings(**changes):
+    """A valid small Settings: 2 layers, d 64, 4/2 heads, 64 tokens, vocabulary 257, no compile."""
+    values = dict(
+        vocab_size=257, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden=128, max_len=64,
+        total_steps=20, warmup_steps=2, ctx_warmup_steps=0, sequences_per_step=8, micro_batch=4, loss_chunk=128,
+        use_fp8="off", use_compile=False, adamw="fp32", data="python", val_rows=4, eval_rows=4, final_eval_rows=4,
+        muon_lr=4e-3, lr=2e-3, sample_tokens=0,
+    )  # fmt: skip
+    values.update(changes)
+    settings = settings_module.Settings()
+    for name, value in values.items():
+        settings_module.assign(settings, name, value, "test")
+    settings_module.check(settings)
+    return settings
