@@ -264,13 +264,17 @@ def unknown(name: str, where: str) -> SettingsError:
     )
 
 
+def options(name: str) -> list:
+    """The types that a setting may have: the members of a union, or its one type."""
+    wanted = TYPES[name]
+    if typing.get_origin(wanted) in (Literal, list) or not typing.get_args(wanted):
+        return [wanted]
+    return list(typing.get_args(wanted))
+
+
 def convert(name: str, value, where: str):
     """The value as the type of its field, or a SettingsError. An int is a float; nothing else is converted."""
-    wanted = TYPES[name]
-    options = [wanted]
-    if typing.get_origin(wanted) not in (Literal, list) and typing.get_args(wanted):
-        options = list(typing.get_args(wanted))
-    for kind in options:
+    for kind in options(name):
         if typing.get_origin(kind) is Literal and isinstance(value, str) and value in typing.get_args(kind):
             return value
         if typing.get_origin(kind) is list and isinstance(value, (list, tuple)):
@@ -281,12 +285,12 @@ def convert(name: str, value, where: str):
             if math.isfinite(value):
                 return float(value)
         if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-            return int(value)
+            return int(value)  # 5e4 steps
         if kind is int and isinstance(value, int) and not isinstance(value, bool):
             return value
         if kind in (bool, str, type(None)) and type(value) is kind:
             return value
-    raise SettingsError(f"{name}={value!r} ({where}): must be {describe(wanted)}")
+    raise SettingsError(f"{name}={value!r} ({where}): must be {describe(TYPES[name])}")
 
 
 def describe(kind) -> str:
@@ -304,9 +308,8 @@ def describe(kind) -> str:
 
 def parse(name: str, text: str):
     """A command-line or environment text as a Python value: 3, 1e-4, None, true, a,b, [1,2], else the text."""
-    options = typing.get_args(TYPES[name]) or (TYPES[name],)
-    kinds = (TYPES[name], *options)
-    if any(typing.get_origin(k) is list for k in kinds) and not text.startswith("["):
+    kinds = options(name)
+    if any(typing.get_origin(k) is list for k in kinds) and not text.startswith("[") and text != "None":
         items = [t.strip() for t in text.split(",") if t.strip()]
         return [int(t) if t.lstrip("-").isdigit() else t for t in items]
     if bool in kinds and text.lower() in ("true", "false", "1", "0", "yes", "no"):
@@ -424,7 +427,7 @@ def check(s: Settings):
         s.ctx_end_len = s.max_len
     if s.ctx_start_len is None:
         s.ctx_start_len = s.ctx_end_len
-    for name in ("ctx_start_len", "ctx_end_len"):
+    for name in ("ctx_end_len", "ctx_start_len"):
         if not 1 <= getattr(s, name) <= s.max_len or s.max_len % getattr(s, name):
             raise s.error(
                 name,

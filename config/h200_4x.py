@@ -1,0 +1,19 @@
+"""The seed's run on four H200s: the same batch, order and schedule as on eight, twice the micro-steps.
+
+torchrun --nproc_per_node=4 train_nova.py config/h200_4x.py
+"""
+
+d_model, n_layers, n_heads, n_kv_heads, ffn_hidden, max_len = 4096, 35, 32, 8, 14336, 2048
+tie_embeddings = True
+
+use_fp8, fp8_recipe = "auto", "rowwise"
+adamw = "8bit"
+
+sequences_per_step = 384
+micro_batch = 6  # 16 micro-steps
+target_tokens = 200e9
+schedule, warmup_steps = "cosine", 4_000
+
+job_hours = 47.5
+eval_every, ckpt_every, save_minutes, ckpt_keep = 500, 1_000, 30, 2
+out_dir = "out/nova_8b"

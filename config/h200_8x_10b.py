@@ -1,0 +1,19 @@
+"""A true 10 B on eight H200s: the seed's width with the depth that its name promised.
+
+44 layers instead of 35, everything else as in h200_8x.py. `python plan.py config/h200_8x_10b.py` gives the figures.
+"""
+
+d_model, n_layers, n_heads, n_kv_heads, ffn_hidden, max_len = 4096, 44, 32, 8, 14336, 2048
+tie_embeddings = False
+
+use_fp8, fp8_recipe = "auto", "rowwise"
+adamw = "8bit"
+
+sequences_per_step = 384
+micro_batch = 4  # 12 micro-steps of 4 cost 0.2 % against 8 of 6 and leave room for the deeper model
+target_tokens = 200e9
+schedule, warmup_steps = "cosine", 4_000
+
+job_hours = 47.5
+eval_every, ckpt_every, save_minutes, ckpt_keep = 500, 1_000, 30, 2
+out_dir = "out/nova_10b"

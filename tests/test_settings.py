@@ -1,0 +1,182 @@
+"""Settings: later sources win, and every mistake is one line that names the setting, its origin and the cure."""
+
+import ast
+import glob
+import os
+import re
+
+import pytest
+from conftest import ROOT, tiny_settings
+
+import settings
+from settings import SettingsError, load_settings
+
+SMALL = ["--d_model=64", "--n_heads=4", "--n_kv_heads=2"]
+
+
+def write(tmp_path, text, name="override.py"):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_precedence_is_default_environment_files_in_order_command_line(tmp_path):
+    first = write(tmp_path, "domains = ['file']\nseed = 1\nlog_every = 3\n", "a.py")
+    second = write(tmp_path, "seed = 2\n", "b.py")
+    environ = {"DOMAINS": "code, math", "HF_DATASET_REPO": "you/tokens", "NOVA_DEBUG": "1"}
+    s = load_settings([first, second, "--log_every=5"], environ)
+    assert (s.domains, s.seed, s.log_every, s.data, s.debug) == (["file"], 2, 5, "you/tokens", True)
+    assert load_settings([], environ).domains == ["code", "math"]
+    assert "a.py line 1" in s.source["domains"] and "--log_every" in s.source["log_every"]
+
+
+def test_override_file_sees_current_values_and_keeps_its_private_names(tmp_path):
+    text = "from math import ceil\n_half = total_steps // 2\nwarmup_steps = ceil(total_steps / 50)\nstop_at = _half\n"
+    s = load_settings([write(tmp_path, text)], {})
+    assert (s.warmup_steps, s.stop_at) == (2600, 65_000)
+
+
+@pytest.mark.parametrize(
+    "argument, name, value",
+    [
+        ("--lr=1", "lr", 1.0),
+        ("--lr=1e-4", "lr", 1e-4),
+        ("--total_steps=5e4", "total_steps", 50_000),
+        ("--max_hours=None", "max_hours", None),
+        ("--domains=code,math", "domains", ["code", "math"]),
+        ("--domains=['code']", "domains", ["code"]),
+        ("--tie_embeddings=false", "tie_embeddings", False),
+        ("--use_compile=True", "use_compile", True),
+        ("--use_compile=auto", "use_compile", "auto"),
+        ("--drill", "drill", True),
+        ("--sample-tokens=7", "sample_tokens", 7),
+        ("--sample_prompt=3", "sample_prompt", "3"),
+        ("--domain_weights=1,2,1,1", "domain_weights", [1, 2, 1, 1]),
+    ],
+)
+def test_command_line_values_parse_to_the_type_of_the_field(argument, name, value):
+    got = getattr(load_settings([argument], {}), name)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--learning_rte=1"], ["learning_rte", "command line", "not a setting"]),
+        (["--n_layer=3"], ["n_layer", "did you mean n_layers"]),
+        (["--grad_accum=8"], ["grad_accum", "sequences_per_step"]),
+        (["--data_buf_size=9"], ["data_buf_size", "exact"]),
+        (["--d_model=big"], ["d_model='big'", "int", "command line"]),
+        (["--d_model=64.5"], ["d_model=64.5", "int"]),
+        (["--lr=fast"], ["lr='fast'", "float"]),
+        (["--lr=1e999"], ["lr", "float"]),
+        (["--use_fp8=perhaps"], ["use_fp8", "'auto' | 'on' | 'off'"]),
+        (["--tie_embeddings=maybe"], ["tie_embeddings", "bool"]),
+        (["--tie_embeddings=2"], ["tie_embeddings", "bool"]),
+        (["--domains=[1]"], ["domains", "list of str"]),
+        (["--d_model"], ["--d_model=VALUE"]),
+        (["--n_kv_heads=5"], ["n_kv_heads=5", "must divide n_heads=32", "--n_kv_heads"]),
+        (["--n_heads=24"], ["n_heads=24", "d_model=4096"]),
+        (["--n_heads=8"], ["n_heads=8", "head_dim", "256"]),
+        (["--d_model=36", "--n_heads=4", "--n_kv_heads=2"], ["head_dim", "9", "multiple of 4"]),
+        (["--ctx_end_len=4096"], ["ctx_end_len=4096", "max_len=2048"]),
+        (["--ctx_start_len=100"], ["ctx_start_len=100", "divisor"]),
+        (["--ctx_start_len=2048", "--ctx_end_len=1024"], ["ctx_start_len", "ctx_end_len=1024"]),
+        (["--muon_min_lr=6e-3"], ["muon_min_lr=0.006", "muon_lr=0.0004"]),
+        (["--min_lr=-1"], ["min_lr"]),
+        (["--warmup_steps=130000"], ["warmup_steps", "130000 steps"]),
+        (["--micro_batch=7"], ["micro_batch=7", "sequences_per_step=384"]),
+        (["--domains=a,a"], ["domains", "different"]),
+        (["--domains="], ["domains", "non-empty"]),
+        (["--domain_weights=1,2"], ["domain_weights", "4 positive integers"]),
+        (["--eval_rows=65"], ["eval_rows=65", "val_rows=64"]),
+        (["--hub_patience=400"], ["hub_patience", "step_timeout"]),
+        (["--seed=-1"], ["seed", "negative"]),
+        (["--total_steps=0"], ["total_steps", "at least 1"]),
+        (["--decay_frac=0"], ["decay_frac"]),
+        (["--beta2=1"], ["beta2"]),
+        (["--diff_lambda_init=1.5"], ["diff_lambda_init"]),
+        (["--attention=standard", "--diff_lambda_init=0.8"], ["diff_lambda_init", "standard"]),
+        (["--allow_change=lrr"], ["lrr", "lr"]),
+        (["no_such_file.py"], ["no_such_file.py", "No such file"]),
+    ],
+)
+def test_mistakes_are_one_line_with_setting_origin_and_cure(arguments, words):
+    with pytest.raises(SettingsError) as error:
+        load_settings(arguments, {})
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("seed = 1\n\nlearning_rte = 3\n", ["learning_rte", "override.py line 3", "not a setting"]),
+        ("seed = 'one'\n", ["seed='one'", "override.py line 1", "int"]),
+        ("seed = 1 +\n", ["override.py line 1", "SyntaxError"]),
+        ("seed = 1\nlr = undefined\n", ["override.py line 2", "undefined"]),
+        ("n_kv_heads = 3\n", ["n_kv_heads=3", "override.py line 1", "divide"]),
+        ("def helper(): pass\n", ["helper", "line 1", "not a setting"]),
+    ],
+)
+def test_mistakes_in_an_override_file_name_its_line(tmp_path, text, words):
+    with pytest.raises(SettingsError) as error:
+        load_settings([write(tmp_path, text)], {})
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def test_global_batch_does_not_depend_on_the_number_of_gpus():
+    s = load_settings([], {})
+    assert [s.grad_accum(world) for world in (4, 8, 64)] == [16, 8, 1]
+    with pytest.raises(SettingsError, match=r"micro_batch could be one of \[1, 3\]"):
+        s.grad_accum(128)
+    with pytest.raises(SettingsError, match="5 ranks do not divide it"):
+        s.grad_accum(5)
+
+
+def test_target_tokens_replaces_total_steps():
+    s = load_settings(["--target_tokens=200e9"], {})
+    assert s.steps == -(-200_000_000_000 // (384 * 2048)) == 254_314
+
+
+def test_changes_lists_what_differs_from_a_saved_run():
+    saved = tiny_settings().as_dict()
+    now = tiny_settings(lr=1e-3, log_every=3, d_model=128)
+    assert {(n, kind) for n, _, _, kind in settings.changes(saved, now)} >= {
+        ("lr", "math"), ("log_every", "free"), ("d_model", "model"),
+    }  # fmt: skip
+    assert tiny_settings().digest() == tiny_settings().digest() != now.digest()
+
+
+def test_help_lists_every_setting_with_its_default():
+    text = settings.help_text()
+    for name in settings.FIELDS:
+        assert re.search(rf"^  --{name}=", text, re.M), name
+
+
+def test_every_setting_is_read_somewhere():
+    """A setting that nothing reads is a promise that nothing keeps."""
+    read = set()
+    for path in glob.glob(os.path.join(ROOT, "*.py")):
+        with open(path, encoding="utf-8") as f:
+            tree = ast.parse(f.read())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+                if owner in ("settings", "s", "c", "cfg") or (
+                    owner == "self" and path.endswith("settings.py")
+                ):
+                    # settings.py's own checks do not count as use: only what others, or its derived values, read
+                    if not path.endswith("settings.py") or owner == "self":
+                        read.add(node.attr)
+    unread = sorted(set(settings.FIELDS) - read)
+    assert not unread, f"settings that nothing reads: {unread}"
+
+
+def test_all_config_files_load():
+    for path in sorted(glob.glob(os.path.join(ROOT, "config", "*.py"))):
+        s = load_settings([path], {})
+        assert s.steps > s.warmup_steps, path
