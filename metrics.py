@@ -1,0 +1,596 @@
+"""The numbers of a run: console lines, metrics.jsonl, loss.png, report.json. Rank 0 writes; every value is global.
+
+The one idea: **speed is measured over training steps only, cost over everything.** The caller times each step
+(evaluations and saves are not in it) and hands their pauses in separately, so tokens/s and MFU say how fast the
+machine trains, while `time` in the report says where every second of the launch went.
+
+    metrics = Metrics(settings, out_dir, world=8, device=device, flops_per_token=lambda ctx: …, main=agree.rank == 0)
+    metrics.load_state(saved["metrics"])               # resume only
+    metrics.launch(step)                               # opens metrics.jsonl, without the rows of steps after `step`
+    timer = StepTimer(device); meter = LossMeter(settings.domains, device)
+    each step:
+        timer.start()
+        for each micro-step:
+            batch = …;                        timer.mark("data")
+            loss, token_loss = model(x, y);   meter.add(token_loss, y, batch.domain)       # no host sync
+            loss.backward();                  timer.mark("forward_backward")
+        clip, step, zero_grad;                timer.mark("optimizer")
+        loss, by_domain = meter.read(all_reduce)        # the step's one host sync
+        metrics.step(step + 1, loss, by_domain, grad_norm, rates, ctx, tokens, timer.read(), epochs, hours_left)
+    metrics.evaluation(step, loss, by_domain, bits_per_byte, seconds)     metrics.sample(step, text)
+    metrics.save(step, "latest", receipt)    metrics.event(event)    metrics.state() -> JSON for the checkpoint
+    report = metrics.report(status="done", …)           # report.json, the table, loss.png
+
+`step` here counts finished steps: the row of the first update has step 1, and a checkpoint "at step n" follows row n.
+
+metrics.jsonl: one strict JSON object a line (a number that is not finite is null), told apart by "kind":
+    launch      world, device, settings_digest            event   reason, decay_start, end_step
+    step        loss, loss_by_domain, grad_norm, muon_lr, lr, momentum, ctx, tokens, tokens_per_second, …_per_gpu, mfu,
+                seconds, {data,forward_backward,optimizer,other}_seconds, memory_gb, memory_peak_gb, epochs, bad
+    evaluation  loss, loss_by_domain, bits_per_byte, seconds        save   checkpoint kind, bytes, seconds, pause
+    sample      text
+All rows also carry "step" and "time" (unix seconds).
+"""
+
+import importlib
+import json
+import math
+import os
+import statistics
+import time
+from collections import deque
+
+import torch
+
+PARTS = ("data", "forward_backward", "optimizer", "other")
+# Dense bf16 peaks of data sheets, FLOP/s. MFU is stated against bf16 under fp8 as well. Longest match wins.
+PEAKS = {
+    "H200": 989e12, "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989e12,
+    "B200": 2250e12, "GB200": 2500e12, "B300": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12,
+    "RTX PRO 6000 Blackwell": 503e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
+}  # fmt: skip
+LAG = 1.15  # a rank this much slower than the median is named
+JOURNAL_SECONDS = 5.0  # how much time a kill may forget
+
+
+class MetricsError(ValueError):
+    """A tracker that was asked for and cannot be had."""
+
+    exit_code = 64
+
+
+def finite(value):
+    """The value with every number that JSON does not know replaced by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value
+
+
+def write_json(path: str, value: dict):
+    """Replace `path` by strict JSON, whole or not at all."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump(finite(value), f, indent=2, allow_nan=False)
+        f.write("\n")
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def read_rows(path: str) -> list[dict]:
+    """The rows of a metrics.jsonl; a last line torn by a kill is left out."""
+    rows = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            for line in f:
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    continue
+    return rows
+
+
+def device_peak(device) -> tuple[float | None, str]:
+    """(dense bf16 FLOP/s or None, how that is known). On a CPU it is measured: 0.2 s of matmuls per dtype."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = [n for n in PEAKS if n in name]
+        return (PEAKS[max(known, key=len)], name) if known else (None, f"{name}: peak unknown, MFU n/a")
+    best = 0.0
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.ones(768, 768, dtype=dtype)
+        a @ a
+        end = time.perf_counter() + 0.2
+        while time.perf_counter() < end:
+            t0 = time.perf_counter()
+            a @ a
+            best = max(best, 2 * 768**3 / (time.perf_counter() - t0))
+    return best, f"CPU, {torch.get_num_threads()} threads, fastest matmul measured"
+
+
+class StepTimer:
+    """Splits a step into parts. On a GPU by events in the stream, so that only time really lost counts and nothing
+    is synchronised before `read`, which must follow the step's own sync (reading the loss)."""
+
+    def __init__(self, device):
+        self.cuda = torch.device(device).type == "cuda"
+        self.marks: list[tuple[str | None, object]] = []
+
+    def _now(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self):
+        self.begin = time.perf_counter()
+        self.marks = [(None, self._now())]
+
+    def mark(self, part: str):
+        """What happened since the last mark was `part`."""
+        self.marks.append((part, self._now()))
+
+    def read(self) -> dict[str, float]:
+        """{part: seconds}, with "other" and the whole step's wall time as "total"."""
+        total = time.perf_counter() - self.begin
+        parts = dict.fromkeys(PARTS, 0.0)
+        if self.cuda:
+            self.marks[-1][1].synchronize()
+        for (_, a), (part, b) in zip(self.marks, self.marks[1:], strict=False):
+            parts[part] = parts.get(part, 0.0) + (a.elapsed_time(b) / 1e3 if self.cuda else b - a)
+        parts["other"] += max(0.0, total - sum(parts.values()))
+        return {**parts, "total": total}
+
+
+class LossMeter:
+    """Sums of token losses per domain on the device, read once per step."""
+
+    def __init__(self, domains: list[str], device):
+        self.domains, self.sums = domains, torch.zeros(2, len(domains), dtype=torch.float64, device=device)
+
+    def add(self, token_loss, targets, domain):
+        """token_loss (B, T) with 0 where ignored, targets (B, T) with -1 where ignored, domain (B,) index."""
+        rows = domain.to(self.sums.device)
+        self.sums[0].index_add_(0, rows, token_loss.detach().sum(1, dtype=torch.float64))
+        self.sums[1].index_add_(0, rows, (targets >= 0).sum(1, dtype=torch.float64))
+
+    def read(self, all_reduce=None) -> tuple[float, dict[str, float], int]:
+        """(mean loss, mean per domain seen, valid tokens), over all ranks when `all_reduce(tensor)` sums in place."""
+        sums = self.sums.clone()
+        self.sums.zero_()
+        if all_reduce:
+            all_reduce(sums)
+        total, count = sums.tolist()
+        means = {d: t / n for d, t, n in zip(self.domains, total, count, strict=True) if n}
+        return sum(total) / max(sum(count), 1), means, int(sum(count))
+
+
+def memory(device) -> dict[str, float]:
+    """GB of this process: allocated now, peak since the start, and what the device has. On a CPU: resident memory."""
+    if torch.device(device).type == "cuda":
+        stats = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return {
+            "now": stats[0] / 1e9,
+            "peak": stats[1] / 1e9,
+            "total": torch.cuda.mem_get_info(device)[1] / 1e9,
+        }
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    try:
+        with open("/proc/self/statm") as f:
+            now = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return {
+            "now": now,
+            "peak": peak,
+            "total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
+        }
+    except (OSError, ValueError):
+        return {"now": peak, "peak": peak, "total": None}
+
+
+def straggler(ranks: list[dict]) -> str | None:
+    """One line that names the slowest rank, or None. Each rank hands in {"seconds": …, "host": …, "clock_mhz": …}.
+
+    `seconds` must be time that the rank itself was busy: collectives make all ranks take equally long in the end, so
+    hand in step seconds minus the seconds spent waiting in the step's control word.
+    """
+    if len(ranks) < 2:
+        return None
+    seconds = [r["seconds"] for r in ranks]
+    middle, worst = statistics.median(seconds), max(range(len(ranks)), key=seconds.__getitem__)
+    clocks = [r.get("clock_mhz") for r in ranks]
+    clock = f", {clocks[worst]} MHz" if clocks[worst] else ""
+    if seconds[worst] > LAG * middle:
+        return (
+            f"slowest: rank {worst} on {ranks[worst].get('host', '?')}{clock}, "
+            f"{seconds[worst]:.2f} s a step, {seconds[worst] / middle:.2f} x the median"
+        )
+    if all(clocks):
+        middle, worst = statistics.median(clocks), min(range(len(ranks)), key=clocks.__getitem__)
+        if clocks[worst] * LAG < middle:
+            return f"rank {worst} on {ranks[worst].get('host', '?')} runs at {clocks[worst]} MHz, the median is {middle:.0f}"
+    return None
+
+
+def time_used(out_dir: str) -> tuple[float, int]:
+    """(seconds, launches) that earlier launches of this run journalled, kills included."""
+    try:
+        with open(os.path.join(out_dir, "time.json"), encoding="utf-8") as f:
+            journal = json.load(f)
+        return float(journal["seconds"]), int(journal["launches"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0, 0
+
+
+class Metrics:
+    """See the top of the file. `main=False` (every rank but 0) makes all methods cheap and silent."""
+
+    def __init__(
+        self, settings, out_dir, world=1, device="cpu", flops_per_token=None, log=print, main=True, launched=None,
+        clock=time.monotonic,
+    ):  # fmt: skip
+        self.settings, self.out_dir, self.world, self.log, self.main = settings, out_dir, world, log, main
+        self.device, self.clock = torch.device(device), clock
+        self.flops_per_token = flops_per_token if callable(flops_per_token) else lambda ctx: flops_per_token
+        self.launched = (
+            clock() if launched is None else launched
+        )  # hand in the process's start: it is paid for too
+        fresh = settings.resume == "never"
+        self.used_before, self.restarts = (
+            (0.0, 0) if fresh else time_used(out_dir)
+        )  # seconds: Budget's `used`, too
+        self.losses = deque(maxlen=50)
+        self.tokens = self.bad_steps = 0
+        self.first_step = self.last = 0
+        self.time = dict.fromkeys((*PARTS, "evaluation", "save", "start-up"), 0.0)  # seconds of all launches
+        self.best: dict | None = None
+        self.last_evaluation: dict | None = None
+        self.window: dict[str, float] = {}  # since the last console lines: seconds by part, "total", "tokens"
+        self.trained = dict.fromkeys(("seconds", "tokens", "flops"), 0.0)  # of this launch
+        self.peak, self.peak_source = device_peak(device) if main else (None, "")
+        self.end_step = settings.steps
+        self.tracker = self._tracker() if main else None
+        self.said_matplotlib = False
+        if main:
+            os.makedirs(out_dir, exist_ok=True)
+            self.path = os.path.join(out_dir, "metrics.jsonl")
+            self.journal()
+
+    # --- the file -------------------------------------------------------------------------------------------
+    def keep_rows_to(self, step: int):
+        """Drop rows of steps after `step` (they will be done again), and a torn last line; then append."""
+        rows = [r for r in read_rows(self.path) if r.get("step", 0) <= step]
+        with open(self.path + ".tmp", "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(r, allow_nan=False) + "\n" for r in rows)
+        os.replace(self.path + ".tmp", self.path)
+        self.file = open(self.path, "a", encoding="utf-8", buffering=1)
+
+    def row(self, kind: str, step: int, **values):
+        """Append one row to metrics.jsonl."""
+        if self.main:
+            row = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(values)}
+            self.file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def journal(self):
+        """Record the time used so that a kill cannot lose it."""
+        self.journalled = self.clock()
+        write_json(
+            os.path.join(self.out_dir, "time.json"), {"seconds": self.used(), "launches": self.restarts + 1}
+        )
+
+    def used(self) -> float:
+        """Seconds used by this run, over all launches."""
+        return self.used_before + self.clock() - self.launched
+
+    def launch(self, step: int = 0, **facts):
+        """Start-up is over: training begins at `step` finished steps. Rows of later steps will be done again: dropped."""
+        if self.main:
+            self.keep_rows_to(step)
+        self.first_step = self.last = step
+        self.time["start-up"] += self.clock() - self.launched
+        self.row("launch", step, world=self.world, device=self.peak_source, restarts=self.restarts, **facts)
+
+    def state(self) -> dict:
+        """JSON for the checkpoint."""
+        return {
+            "tokens": self.tokens, "bad_steps": self.bad_steps, "losses": list(self.losses), "best": self.best,
+            "time": self.time, "last_evaluation": self.last_evaluation, "used": self.used(),
+        }  # fmt: skip
+
+    def load_state(self, state: dict):
+        """Continue with a checkpoint's totals; then call launch(step)."""
+        self.tokens, self.bad_steps = state["tokens"], state["bad_steps"]
+        self.losses.extend(state["losses"])
+        self.best, self.last_evaluation = state["best"], state["last_evaluation"]
+        self.time = {**self.time, **state["time"]}
+        self.used_before = max(self.used_before, state["used"])
+
+    # --- during the run -------------------------------------------------------------------------------------
+    def step(
+        self, step, loss, loss_by_domain, grad_norm, rates, ctx, tokens, timers, epochs=None, hours_left=None,
+        bad=False, end_step=None, ranks=None,
+    ):  # fmt: skip
+        """One optimizer step is done. rates = schedule.rates(…); tokens of this step, all ranks; timers from
+        StepTimer.read(); `bad`: its update was skipped; ranks: see straggler(), gathered on logged steps only."""
+        timers = {"total": sum(timers.values()), **timers}
+        seconds, flops = timers["total"], self.flops_per_token(ctx)
+        for part in PARTS:
+            self.time[part] += timers.get(part, 0.0)
+        for name, value in {**timers, "tokens": tokens}.items():
+            self.window[name] = self.window.get(name, 0.0) + value
+        for name, value in (("seconds", seconds), ("tokens", tokens), ("flops", tokens * (flops or 0))):
+            self.trained[name] += value
+        self.tokens += tokens
+        self.last = step
+        self.end_step = end_step or self.end_step
+        self.bad_steps += bool(bad)
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        if not self.main:
+            return
+        speed, used = self.speed(tokens, seconds, flops), memory(self.device)
+        row = dict(
+            loss=loss, loss_by_domain=loss_by_domain, grad_norm=grad_norm, muon_lr=rates[0], lr=rates[1],
+            momentum=rates[2], ctx=ctx, tokens=self.tokens, **speed, seconds=seconds,
+            **{f"{p}_seconds": timers.get(p, 0.0) for p in PARTS}, memory_gb=used["now"], memory_peak_gb=used["peak"],
+            epochs=epochs, bad=bool(bad),
+        )  # fmt: skip
+        self.row("step", step, **row)
+        if self.tracker:
+            self.tracker.log({k: v for k, v in finite(row).items() if isinstance(v, (int, float))}, step=step)
+        if self.clock() - self.journalled > JOURNAL_SECONDS:
+            self.journal()
+        if step % self.settings.log_every == 0 or step == self.first_step + 1 or step == self.end_step:
+            window = self.speed(self.window["tokens"], self.window["total"], flops)
+            self.lines(step, row, window, used["total"], hours_left)
+            line = straggler(ranks or [])
+            if line:
+                self.log(line)
+            self.window = {}
+
+    def speed(self, tokens: float, seconds: float, flops: float | None) -> dict:
+        """tokens/s, tokens/s/GPU and MFU (None where FLOPs or the device's peak are unknown)."""
+        rate = tokens / seconds if seconds else 0.0
+        mfu = rate * flops / self.world / self.peak if self.peak and flops else None
+        return {"tokens_per_second": rate, "tokens_per_second_per_gpu": rate / self.world, "mfu": mfu}
+
+    def eta(self, step: int) -> float:
+        """Seconds until end_step at this launch's pace, evaluations and saves at the share they had so far."""
+        pace = self.trained["seconds"] / max(1, step - self.first_step)
+        pauses = (self.time["evaluation"] + self.time["save"]) / max(1e-9, sum(self.time[p] for p in PARTS))
+        return max(0, self.end_step - step) * pace * (1 + pauses)
+
+    def lines(self, step: int, row: dict, speed: dict, memory_total: float | None, hours_left: float | None):
+        """The console lines of a step, with the seed's figures; speed is that of the steps since the last lines."""
+        mean = statistics.fmean(self.losses) if self.losses else math.nan
+        left = "" if hours_left is None else f" | {hours_left:.2f}h left"
+        mfu = "n/a" if speed["mfu"] is None else f"{100 * speed['mfu']:.1f} %"
+        total, tokens = self.window["total"] or 1e-9, row["tokens"] - self.tokens + self.window["tokens"]
+        pace = total * self.settings.tokens_per_step / max(1, tokens)
+        split = "  ".join(
+            f"{name} {100 * self.window.get(part, 0.0) / total:.0f}"
+            for name, part in zip(("data", "fwd+bwd", "optimizer", "other"), PARTS, strict=True)
+        )
+        room = f"/{memory_total:.0f}" if memory_total else ""
+        self.log(f"step {step:06d}/{self.end_step} | ctx {row['ctx']} | ETA {duration(self.eta(step))}{left}")
+        self.log(
+            f"  loss {row['loss']:.4f}  avg50 {mean:.4f}  ppl {perplexity(row['loss']):.1f}"
+            f"  mlr {row['muon_lr']:.2e}  alr {row['lr']:.2e}  grad {row['grad_norm']:.3f}"
+        )
+        self.log(
+            f"  {count(speed['tokens_per_second'])} tok/s  {count(speed['tokens_per_second_per_gpu'])}/GPU  MFU {mfu}"
+            f"  {pace:.2f}s/step ({split} %)  mem {row['memory_gb']:.1f} peak {row['memory_peak_gb']:.1f}{room} GB"
+        )
+        if len(row["loss_by_domain"]) > 1:
+            epochs = row["epochs"] or {}
+            self.log("  " + "  ".join(f"{d} {v:.4f}" + (f" (epoch {epochs[d]:.2f})" if d in epochs else "")
+                                      for d, v in row["loss_by_domain"].items()))  # fmt: skip
+
+    def evaluation(self, step, loss, by_domain, bits_per_byte=None, seconds=0.0, final=False) -> bool:
+        """An evaluation is done; True when it is the best so far. Draws loss.png."""
+        self.time["evaluation"] += seconds
+        best = math.isfinite(loss) and (self.best is None or loss < self.best["loss"])
+        self.last_evaluation = {
+            "step": step,
+            "loss": loss,
+            "loss_by_domain": by_domain,
+            "bits_per_byte": bits_per_byte,
+        }
+        if best:
+            self.best = {"step": step, "loss": loss}
+        self.row(
+            "evaluation", step, loss=loss, loss_by_domain=by_domain, bits_per_byte=bits_per_byte, seconds=seconds,
+            final=final,
+        )  # fmt: skip
+        if self.main:
+            bpb = f"  {bits_per_byte:.4f} bits/byte" if bits_per_byte is not None else ""
+            self.log(f"  >> val {loss:.4f}  ppl {perplexity(loss):.2f}{bpb}{'  (best)' if best else ''}")
+            if len(by_domain) > 1:
+                self.log("  >> " + "  ".join(f"{d} {v:.4f}" for d, v in by_domain.items()))
+            if self.tracker:
+                self.tracker.log(
+                    finite({"val_loss": loss, **{f"val_loss/{d}": v for d, v in by_domain.items()}}),
+                    step=step,
+                )
+            self.picture()
+        return best
+
+    def save(self, step: int, kind: str, receipt: dict):
+        """A checkpoint was saved: receipt with bytes, seconds, pause (seconds that training waited)."""
+        self.time["save"] += receipt.get("pause", 0.0)
+        self.row(
+            "save", step, checkpoint=kind, **{k: v for k, v in receipt.items() if k not in ("step", "kind")}
+        )
+
+    def sample(self, step: int, text: str):
+        self.row("sample", step, text=text)
+        if self.main:
+            self.log("  sample: " + text.replace("\n", "\n          "))
+
+    def event(self, event):
+        """A schedule event (schedule.Event)."""
+        horizon = event.horizon.as_dict() if event.horizon else {}
+        self.row("event", event.step, event=event.kind, reason=event.reason, **horizon)
+        if event.horizon:
+            self.end_step = event.horizon.end_step
+        if self.main:
+            self.log(f"[schedule] {event.reason}")
+
+    # --- at the end -----------------------------------------------------------------------------------------
+    def facts(self) -> dict:
+        """The report's figures that metrics knows itself; the seed's names where it had them."""
+        used, trained = memory(self.device), self.trained
+        speed = self.speed(
+            trained["tokens"], trained["seconds"], trained["flops"] / max(1, trained["tokens"])
+        )
+        validation = self.last_evaluation or {}
+        wall = self.used()
+        parts = {k: round(v, 3) for k, v in self.time.items()}
+        parts["rest"] = round(max(0.0, wall - sum(parts.values())), 3)
+        return {
+            "step": self.last,
+            "train_loss": statistics.fmean(self.losses) if self.losses else None,
+            "val_loss": validation.get("loss"),
+            "val_ppl": perplexity(validation["loss"]) if validation.get("loss") is not None else None,
+            "val_loss_by_domain": validation.get("loss_by_domain"),
+            "bits_per_byte": validation.get("bits_per_byte"),
+            "best_val": self.best and self.best["loss"],
+            "best_step": self.best and self.best["step"],
+            "elapsed_h": wall / 3600,
+            "tokens_seen": self.tokens,
+            "gpus": self.world,
+            "hardware": f"{self.world}x {self.peak_source}",
+            **speed,
+            "seconds_by_part": parts,
+            "memory_peak_gb": used["peak"],
+            "restarts": self.restarts,
+            "bad_steps": self.bad_steps,
+        }  # fmt: skip
+
+    def report(self, **facts) -> dict:
+        """Write report.json, print its table, draw loss.png. `facts` (run, fp8, plan…) come first or replace ours."""
+        report = finite({**facts, **{k: v for k, v in self.facts().items() if k not in facts}})
+        if self.main:
+            self.journal()
+            write_json(os.path.join(self.out_dir, "report.json"), report)
+            self.log("=" * 72)
+            for key, value in report.items():
+                if isinstance(value, dict):
+                    value = "  ".join(f"{k} {short(v)}" for k, v in value.items())
+                self.log(f"  {key:<24}: {short(value)}")
+            self.log("=" * 72)
+            self.picture()
+            if self.tracker:
+                self.tracker.log({f"report/{k}": v for k, v in report.items() if isinstance(v, (int, float))})
+                self.tracker.finish()
+        return report
+
+    def picture(self):
+        """loss.png, or once the line that says how to get it."""
+        try:
+            draw(
+                {os.path.basename(self.out_dir) or "run": read_rows(self.path)},
+                os.path.join(self.out_dir, "loss.png"),
+            )
+        except ImportError:
+            if not self.said_matplotlib:
+                self.log(
+                    "loss.png needs matplotlib: pip install matplotlib (the numbers are in metrics.jsonl)"
+                )
+            self.said_matplotlib = True
+
+    def _tracker(self):
+        name = self.settings.tracker
+        if name == "none":
+            return None
+        try:
+            module = importlib.import_module(name)
+        except ImportError as e:
+            raise MetricsError(
+                f"tracker={name!r} but {name} cannot be imported ({e}): pip install {name}, or --tracker=none"
+            ) from None
+        project = os.path.basename(os.path.normpath(self.out_dir)) or "nova"
+        return module.init(project="nova", name=project, config=self.settings.as_dict()) or module
+
+
+def duration(seconds: float) -> str:
+    """3725 -> '1.03h'; below an hour minutes, below two minutes seconds."""
+    if seconds >= 48 * 3600:
+        return f"{seconds / 86400:.1f}d"
+    return (
+        f"{seconds / 3600:.2f}h"
+        if seconds >= 3600
+        else f"{seconds / 60:.1f}min"
+        if seconds >= 120
+        else f"{seconds:.0f}s"
+    )
+
+
+def count(value: float) -> str:
+    """1234567 -> '1.23M'."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 20)) if math.isfinite(loss) else math.nan
+
+
+def short(value) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4f}"
+    return str(value)
+
+
+def draw(curves: dict[str, list[dict]], path: str):
+    """Training and validation loss, validation per domain, learning rates below; several runs overlaid."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for n, (name, rows) in enumerate(curves.items()):
+        steps = [r for r in rows if r["kind"] == "step" and r["loss"] is not None]
+        evaluations = [r for r in rows if r["kind"] == "evaluation" and r["loss"] is not None]
+        x, colour = [r["step"] for r in steps], f"C{n}"
+        top.plot(x, [r["loss"] for r in steps], color=colour, alpha=0.25, linewidth=0.8)
+        top.plot(x, smooth([r["loss"] for r in steps]), color=colour, label=f"{name}: training")
+        top.plot([r["step"] for r in evaluations], [r["loss"] for r in evaluations], "o-", color=colour,
+                 markersize=4, label=f"{name}: validation")  # fmt: skip
+        if len(curves) == 1:
+            for m, domain in enumerate(evaluations[0]["loss_by_domain"] if evaluations else ()):
+                points = [(r["step"], r["loss_by_domain"].get(domain)) for r in evaluations]
+                top.plot(*zip(*points, strict=True), "--", linewidth=1, color=f"C{m + 1}", label=domain)
+        bottom.plot(x, [r["muon_lr"] for r in steps], color=colour, label="Muon" if n == 0 else None)
+        bottom.plot(x, [r["lr"] for r in steps], ":", color=colour, label="AdamW" if n == 0 else None)
+    top.set_ylabel("loss, nats per token")
+    bottom.set_ylabel("learning rate")
+    bottom.set_xlabel("step")
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8) if axis.lines else None
+    figure.savefig(path + ".tmp", dpi=110, format="png")
+    os.replace(path + ".tmp", path)
+
+
+def smooth(values: list[float], window: int = 20) -> list[float]:
+    """Mean of each value and the ones before it, up to `window`."""
+    recent, total, out = deque(), 0.0, []
+    for value in values:
+        recent.append(value)
+        total += value
+        if len(recent) > window:
+            total -= recent.popleft()
+        out.append(total / len(recent))
+    return out
