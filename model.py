@@ -1,0 +1,573 @@
+"""The Nova transformer: one flat, decoder-only stack with differential attention.
+
+    x = norm(embed(ids))                                      no parameters in this norm
+    x += ls_a * attn(norm(x));  x += ls_f * ffn(norm(x))      per block; LayerScale ls starts at 0.1
+    logits = cap * tanh(head(norm(x)) / cap)                  in fp32, chunk by chunk inside the loss
+
+Attention, for each of H heads of D channels; K key/value heads, head h reads kv head h // (H / K); A = softmax of causal
+scores; n() = RMSNorm with a learned scale and rope() rotates pairs (j, j + dim/2), both *within each map*, so scores
+depend on relative positions only:
+
+    diff      y = gate (1 - l0) n((A1 - lambda A2) v),        A1, A2 from two streams of D/2, v of D      (2410.05258)
+    diff_v2   y = gate (A1 v - sigmoid(w.x) A2 v),            A1, A2 from two query maps of D, one key map
+    standard  y = gate A v
+
+ffn(x) = down(silu(gate(x)) * up(x)). Names and sizes are those of the first Nova script; see `Attention` for what changed.
+
+Precision: parameters are fp32 masters. FSDP2's policy hands bf16 copies to the blocks, so the residual stream, the
+matmuls and the norms' outputs are bf16; the norms' sums, the rotation, softmax, soft-cap and cross-entropy are fp32. A
+model that is not sharded (sample.py, tests) computes in whatever dtype its parameters have.
+
+`build_model` applies everything in the one order that works: meta -> fp8 -> checkpointing and compile per block ->
+fully_shard per block and root -> to_empty -> init_weights. One rank takes the same path as a thousand.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import math
+import os
+import shutil
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+EPS = 1e-6  # of every RMSNorm
+INIT_ROWS = 128  # rows that one seed generates: a rank makes only the blocks that its shard touches
+MATRICES = ("attn.qkv", "attn.o_proj", "ffn.gate", "ffn.up", "ffn.down")  # of a block: Muon's, and fp8's
+
+
+class ModelError(ValueError):
+    """A shape, a setting or a machine that the model cannot work with."""
+
+    exit_code = 64
+
+
+def bad(settings, name: str, problem: str) -> ModelError:
+    """A ModelError that names the setting, its value and where it came from."""
+    return ModelError(str(settings.error(name, problem)))
+
+
+# --- pieces --------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x, scale=None):
+    """x / rms(x) over the last axis, times `scale`."""
+    return F.rms_norm(x, (x.shape[-1],), scale, EPS)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        return rms_norm(x, self.scale)
+
+
+def rope_tables(dim: int, length: int, theta: float, device=None):
+    """cos and sin of position * theta^(-2j/dim), each (length, dim/2): fp32, from float64 angles."""
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def rotate(x, cos, sin):
+    """Rotate the pairs (j, j + dim/2) of x (B, T, heads, maps, dim) by position, in fp32 or better."""
+    cos, sin = cos[:, None, None], sin[:, None, None]  # (T, 1, 1, dim/2)
+    a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def sdpa(q, k, v, scale: float):
+    """Causal attention (B, heads, T, dim); query head i reads kv head i // (heads_q / heads_kv), never copied."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
+def lambda_start(settings, layer: int) -> float:
+    """lambda_0 of attention="diff": the paper's value by depth, unless set."""
+    set_value = settings.diff_lambda_init
+    return 0.8 - 0.6 * math.exp(-0.3 * layer) if set_value is None else set_value
+
+
+class Attention(nn.Module):
+    """The three forms of the file's docstring. qkv.weight holds the rows q | k | v; under "diff" a head's D rows of q
+    and of k are its two streams of D/2, as in the first Nova script. That script rotated pairs across the two streams
+    (scores then depended on absolute positions), split v too, and never subtracted."""
+
+    unequal = (
+        False  # "diff" in one call with q, k of D/2 and v of D: needs a kernel for it, see choose_attention
+    )
+
+    def __init__(self, s):
+        super().__init__()
+        self.form, self.H, self.K, self.D = s.attention, s.n_heads, s.n_kv_heads, s.head_dim
+        self.streams = 2 if self.form == "diff" else 1
+        query_maps = 2 * self.H if self.form == "diff_v2" else self.H
+        self.rows = (query_maps * self.D, self.K * self.D, self.K * self.D)  # q | k | v
+        self.qkv = nn.Linear(s.d_model, sum(self.rows), bias=False)
+        self.o_proj = nn.Linear(self.H * self.D, s.d_model, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(self.D), RMSNorm(self.D)
+        if self.form == "diff":
+            self.h_norm = RMSNorm(self.D)
+            self.diff_lambda = nn.Parameter(torch.empty(self.H))
+        elif self.form == "diff_v2":
+            self.lambda_proj = nn.Linear(s.d_model, self.H, bias=False)
+        self.head_gate = nn.Parameter(torch.ones(self.H)) if s.head_gate else None
+        self.gate_proj = nn.Linear(s.d_model, self.H, bias=False) if s.attn_gate else None
+
+    def forward(self, x, cos, sin, keep):
+        """x (B, T, d_model), normed; cos, sin (T, D/streams/2) fp32; keep = 1 - lambda_0, 0-dim fp32."""
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).split(self.rows, -1)
+        q = self.position(q, self.q_norm.scale, cos, sin)  # (B, T, query maps, streams, D/streams)
+        k = self.position(k, self.k_norm.scale, cos, sin)
+        v = v.view(B, T, self.K, self.D)
+        if self.form == "diff":
+            y1, y2 = self.two_streams(q, k, v)
+            y = rms_norm(y1 - self.diff_lambda[:, None] * y2, self.h_norm.scale) * keep
+        else:
+            y = sdpa(*(t.transpose(1, 2) for t in (q.flatten(3), k.flatten(3), v)), self.D**-0.5).transpose(
+                1, 2
+            )
+            if self.form == "diff_v2":  # maps 2h and 2h + 1 are head h's, and read the same kv head
+                y = y[:, :, 0::2] - torch.sigmoid(self.lambda_proj(x)).unsqueeze(-1) * y[:, :, 1::2]
+        if self.head_gate is not None:
+            y = y * self.head_gate[:, None]
+        if self.gate_proj is not None:
+            y = y * torch.sigmoid(self.gate_proj(x)).unsqueeze(-1)
+        return self.o_proj(y.flatten(2))  # (B, T, H, D) -> (B, T, d_model)
+
+    def position(self, x, scale, cos, sin):
+        """QK-norm and rotary position of every map by itself: (B, T, n*D) -> (B, T, n, streams, D/streams)."""
+        maps = rms_norm(x.unflatten(-1, (-1, self.streams, self.D // self.streams)))
+        return rotate(maps * scale.view(self.streams, -1), cos, sin).to(x.dtype)
+
+    def two_streams(self, q, k, v):
+        """A1 v and A2 v, each (B, T, H, D), from q, k (B, T, heads, 2, D/2) and v (B, T, K, D)."""
+        scale = (self.D // 2) ** -0.5
+        if self.unequal:  # one call; heads are ordered (kv head, stream, query head of the group)
+            B, T = q.shape[:2]
+            q = q.unflatten(2, (self.K, -1)).permute(0, 2, 4, 3, 1, 5).flatten(1, 3)  # (B, 2H, T, D/2)
+            k = k.permute(0, 2, 3, 1, 4).flatten(1, 2)  # (B, 2K, T, D/2)
+            v = v.transpose(1, 2).repeat_interleave(2, 1)  # (B, 2K, T, D)
+            y = sdpa(q, k, v, scale).unflatten(1, (self.K, 2, -1))  # (B, K, 2, H/K, T, D)
+            return tuple(y[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
+        # With the other stream's keys at zero, a whole query head (q1 | q2) scores q1.k1 or q2.k2: any kernel will do,
+        # and neither q nor v is copied. V in halves costs the same FLOPs and twice the softmax.
+        q, v = q.flatten(3).transpose(1, 2), v.transpose(1, 2)
+        k1, k2 = F.pad(k[..., 0, :], (0, self.D // 2)), F.pad(k[..., 1, :], (self.D // 2, 0))
+        return tuple(sdpa(q, key.transpose(1, 2), v, scale).transpose(1, 2) for key in (k1, k2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        self.gate = nn.Linear(s.d_model, s.ffn_hidden, bias=False)
+        self.up = nn.Linear(s.d_model, s.ffn_hidden, bias=False)
+        self.down = nn.Linear(s.ffn_hidden, s.d_model, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer. `forward` is what FSDP hooks; `body` is what is compiled and recomputed, so names never change."""
+
+    def __init__(self, s):
+        super().__init__()
+        self.attn_norm, self.ffn_norm = RMSNorm(s.d_model), RMSNorm(s.d_model)
+        self.attn, self.ffn = Attention(s), SwiGLU(s)
+        scales = [nn.Parameter(torch.ones(s.d_model)) if s.layer_scale else None for _ in range(2)]
+        self.ls_a, self.ls_f = scales
+        self.checkpointing = s.activation_checkpointing
+        self.ffn_hidden = s.ffn_hidden
+        self.run = self.body  # or its compiled form, see compile_blocks
+
+    def forward(self, x, cos, sin, keep):
+        """x (B, T, d_model) -> the same; the tables are fp32 and must not be cast."""
+        return self.run(x, cos, sin, keep)
+
+    def body(self, *inputs):
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self.layer(*inputs)
+        context = {}
+        if self.checkpointing == "selective":
+            policy = functools.partial(save_policy, self.ffn_hidden)
+            context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+        return checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False, **context)
+
+    def layer(self, x, cos, sin, keep):
+        x = self.add(x, self.ls_a, self.attn(self.attn_norm(x), cos, sin, keep))
+        return self.add(x, self.ls_f, self.ffn(self.ffn_norm(x)))
+
+    @staticmethod
+    def add(x, scale, branch):
+        return x + branch if scale is None else torch.addcmul(x, scale, branch)
+
+
+EXPENSIVE = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm _scaled_mm _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu"
+    ).split()
+}
+
+
+def save_policy(ffn_hidden: int, context, operation, *inputs, **kwargs):
+    """Selective checkpointing: keep attention and the narrow matmuls, about 6.5 d_model values a token (the FFN's
+    hidden matmuls and every elementwise result are made again: a ninth of the step's FLOPs)."""
+    if operation in EXPENSIVE and not (inputs[1].ndim == 2 and inputs[1].shape[-1] == ffn_hidden):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# --- loss ----------------------------------------------------------------------------------------------------
+
+
+class SoftcapCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropy(cap * tanh(x W^T / cap)) + z_loss * logsumexp^2, without the (tokens, vocab) logits.
+
+    Gradients are made chunk by chunk in forward, where the chunk's probabilities are at hand: at V 65,536 less time
+    than the whole loss (a checkpointed version takes twice as long) and a tenth of its memory. dW is summed in fp32.
+    torch.nn.functional.linear_cross_entropy does not serve: it has no soft-cap, computes its loss in the input's dtype
+    (bf16: 11.06 where fp32 gives 11.14) and, chunked, is several times slower.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab: int, cap: float, z_loss: float, chunk: int):
+        """x (N, d), weight (padded vocab, d), targets (N,), -1 ignored -> loss sum (), cross-entropy (N,); fp32."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        total = torch.zeros((), dtype=wide, device=x.device)
+        token_loss = torch.empty(x.shape[0], dtype=wide, device=x.device)
+        for start in range(0, x.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            valid = targets[rows] >= 0
+            target = targets[rows].clamp(min=0)[:, None]
+            logits = F.linear(x[rows], weight).to(wide)  # (chunk, padded vocab)
+            tanh = None
+            if cap:
+                tanh = logits.div_(cap).tanh_()
+                logits = tanh * cap
+            logits[:, vocab:] = -math.inf  # padded ids have no probability
+            lse = logits.logsumexp(1)
+            token_loss[rows] = (lse - logits.gather(1, target)[:, 0]) * valid
+            total += token_loss[rows].sum()
+            if z_loss:
+                total += z_loss * (lse.square() * valid).sum()
+            if dx is None and dw is None:
+                continue
+            grad = logits.sub_(lse[:, None]).exp_()  # probabilities
+            if z_loss:
+                grad.mul_((1 + 2 * z_loss * lse)[:, None])
+            grad.scatter_add_(1, target, torch.full_like(lse, -1.0)[:, None])
+            if cap:
+                grad.mul_(tanh.square_().neg_().add_(1))
+            grad = grad.mul_(valid[:, None]).to(x.dtype)
+            if dx is not None:
+                dx[rows] = grad @ weight
+            if dw is not None:
+                dw += grad.t() @ x[rows]
+        ctx.save_for_backward(dx, dw)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(token_loss)
+        return total, token_loss
+
+    @staticmethod
+    def backward(ctx, scale, _):
+        dx, dw = ctx.saved_tensors
+        dx = None if dx is None else dx * scale.to(dx.dtype)
+        dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
+        return dx, dw, None, None, None, None, None
+
+
+# --- the model -----------------------------------------------------------------------------------------------
+
+
+class Nova(nn.Module):
+    """The whole model, on the current device, with torch's initial weights until `init_weights`."""
+
+    def __init__(self, settings):
+        super().__init__()
+        if settings.vocab_size is None:
+            raise bad(
+                settings, "vocab_size", "is not known: set it, or read it from the data's metadata.json"
+            )
+        self.settings = s = settings
+        self.embed = nn.Embedding(s.padded_vocab_size, s.d_model)
+        self.layers = nn.ModuleList(Block(s) for _ in range(s.n_layers))
+        self.norm = RMSNorm(s.d_model)
+        self.lm_head = None
+        if not s.tie_embeddings:
+            self.lm_head = nn.Linear(s.d_model, s.padded_vocab_size, bias=False)
+        self.tables = None  # RoPE tables and 1 - lambda_0: see constants
+        self.ids_checked = False
+
+    def forward(self, ids, targets=None):
+        """ids (B, T) int64 -> logits (B, T, padded vocab) fp32, padded ids -inf; with targets (B, T), the *next* tokens,
+        -1 ignored -> (loss sum (), the gradient's root; cross-entropy (B, T), detached, 0 where ignored), both fp32."""
+        self.check(ids, targets)
+        s = self.settings
+        cos, sin, keep = self.constants(ids.device)
+        cos, sin = cos[: ids.shape[1]], sin[: ids.shape[1]]
+        x = rms_norm(self.embed(ids))  # (B, T, d_model)
+        for block, block_keep in zip(self.layers, keep, strict=True):
+            x = block(x, cos, sin, block_keep)
+        x = self.norm(x)
+        head = self.embed.weight if self.lm_head is None else self.lm_head.weight
+        if targets is None:
+            logits = F.linear(x, head)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if s.logit_softcap:
+                logits = s.logit_softcap * torch.tanh(logits / s.logit_softcap)
+            logits[..., s.vocab_size :] = -math.inf
+            return logits
+        loss, token_loss = SoftcapCrossEntropy.apply(
+            x.flatten(0, 1), head, targets.flatten(), s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk
+        )
+        return loss, token_loss.view(targets.shape)
+
+    def constants(self, device):
+        """(cos, sin, [1 - lambda_0 of each layer]) in fp32. Plain tensors made on first use: they are no buffers, so
+        neither .to(dtype) nor FSDP casts them, and to_empty has nothing to leave unset."""
+        if self.tables is None or self.tables[0].device != device:
+            s = self.settings
+            streams = 2 if s.attention == "diff" else 1
+            cos, sin = rope_tables(s.head_dim // streams, s.max_len, s.rope_theta, device)
+            keep = torch.tensor([1 - lambda_start(s, i) for i in range(s.n_layers)], device=device).unbind()
+            self.tables = cos, sin, keep
+        return self.tables
+
+    def check(self, ids, targets):
+        """Raise ModelError for inputs that do not fit, naming the setting."""
+        s = self.settings
+        if ids.ndim != 2 or ids.dtype != torch.int64 or 0 in ids.shape:
+            raise ModelError(f"ids must be (B, T) int64, not {tuple(ids.shape)} {ids.dtype}")
+        if ids.shape[1] > s.max_len:
+            raise bad(s, "max_len", f"the sequence has {ids.shape[1]} tokens")
+        if targets is not None and targets.shape != ids.shape:
+            raise ModelError(f"targets {tuple(targets.shape)} must have the shape of ids {tuple(ids.shape)}")
+        if ids.device.type == "cpu" or not self.ids_checked:  # on a GPU only once: it waits for the device
+            self.ids_checked = True
+            for what, t, lowest in (("ids", ids, 0), ("targets", targets, -1)):
+                if t is None or t.device.type == "meta":
+                    continue
+                low, high = (v.item() for v in t.aminmax())
+                if low < lowest or high >= s.vocab_size:
+                    raise bad(
+                        s, "vocab_size", f"{what} hold {low}..{high}, outside {lowest}..{s.vocab_size - 1}"
+                    )
+
+    def row_blocks(self) -> dict[str, tuple[int, ...]]:
+        """Heights of the row blocks of each fused matrix, which Muon orthogonalises apart: q | k | v, or every map."""
+        blocks = {}
+        for i, layer in enumerate(self.layers):
+            attn = layer.attn
+            rows = attn.rows
+            if self.settings.muon_split_heads:
+                height = attn.D // attn.streams
+                rows = (height,) * ((rows[0] + rows[1]) // height) + (attn.D,) * attn.K
+            blocks[f"layers.{i}.attn.qkv.weight"] = rows
+        return blocks
+
+
+# --- initialisation ------------------------------------------------------------------------------------------
+
+
+def initial(name: str, settings) -> tuple[str, float]:
+    """("normal", std) or ("constant", value) of a parameter.
+
+    The first loss is ln V at every width. Tied: a token's own logit is d * std after the final norm, so std 1/d makes it
+    1 (0.02 at d 4096 starts at a loss of 46). Untied: logits of std 0.2, small, but not zero, which would starve the
+    body of its first gradient. Output projections shrink with depth, as GPT-2's and the first Nova script's.
+    """
+    s, d = settings, settings.d_model
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
+    last = name.rsplit(".", 1)[-1]
+    if name == "embed.weight":
+        return "normal", 1 / d if s.tie_embeddings else 0.02
+    if name == "lm_head.weight":
+        return "normal", 0.2 / math.sqrt(d)
+    if name.endswith(("o_proj.weight", "down.weight")):
+        return "normal", 0.02 / math.sqrt(2 * s.n_layers)
+    if name.endswith(("qkv.weight", "ffn.gate.weight", "ffn.up.weight")):
+        return "normal", 0.02
+    if name.endswith(("lambda_proj.weight", "gate_proj.weight")):
+        return "constant", 0.0  # sigmoid starts at a half
+    return "constant", {
+        "scale": 1.0, "head_gate": 1.0, "diff_lambda": lambda_start(s, layer), "ls_a": s.layer_scale, "ls_f": s.layer_scale,
+    }[last]  # fmt: skip
+
+
+def local_rows(p) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a parameter, and the number of its first row in the whole."""
+    if not isinstance(p, DTensor):
+        return p, 0
+    local, start = p.to_local(), 0
+    for dim, placement in enumerate(p.placements):
+        if isinstance(placement, Shard):  # FSDP2 shards rows, as torch.chunk would
+            assert placement.dim == 0, f"sharded in dimension {placement.dim}"
+            size = p.device_mesh.size(dim)
+            start = min(p.device_mesh.get_local_rank(dim) * -(-p.shape[0] // size), p.shape[0])
+    return local, start
+
+
+@torch.no_grad()
+def init_weights(model, settings):
+    """Fill the parameters. Rows come in blocks with a seed of (seed, name, block) each, so the weights are the same for
+    every world size on one kind of device, and a rank generates only the blocks that its shard touches."""
+    for name, p in model.named_parameters():
+        kind, value = initial(name, settings)
+        local, start = local_rows(p)
+        if kind == "constant":
+            local.fill_(value)
+            continue
+        for block in range(start // INIT_ROWS, -(-(start + local.shape[0]) // INIT_ROWS)):
+            key = hashlib.sha256(f"{settings.seed}/{name}/{block}".encode()).digest()
+            generator = torch.Generator(local.device).manual_seed(int.from_bytes(key[:8]) >> 1)
+            first = block * INIT_ROWS
+            rows = torch.empty(min(INIT_ROWS, p.shape[0] - first), *p.shape[1:], device=local.device)
+            rows.normal_(0, value, generator=generator)
+            low, high = max(first, start), min(first + rows.shape[0], start + local.shape[0])
+            local[low - start : high - start] = rows[low - first : high - first]
+
+
+@torch.no_grad()
+def fingerprint(model) -> dict[str, str]:
+    """A 64-bit hash of the bits of this rank's part of each parameter; it changes when two values change places."""
+    names, sums = [], []
+    for name, p in model.named_parameters():
+        flat = local_rows(p)[0].detach().contiguous().flatten()
+        bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for start in range(0, bits.numel(), 2**24):  # int64 arithmetic wraps, like C's
+            part = bits[start : start + 2**24].to(torch.int64)
+            place = torch.arange(start, start + part.numel(), device=flat.device)
+            mixed = (part ^ (place * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
+            total += ((mixed ^ (mixed >> 29)) * 0x14D049BB133111EB).sum()
+        names.append(name)
+        sums.append(total)
+    return {n: f"{v & (2**64 - 1):016x}" for n, v in zip(names, torch.stack(sums).tolist(), strict=True)}
+
+
+# --- building ------------------------------------------------------------------------------------------------
+
+
+def choose(settings, device) -> dict:
+    """What "auto" means on this machine: {"fp8": bool, "compile": bool, "reasons": [sentence, …]}. Raises ModelError
+    where "on" or True cannot be had."""
+    device = torch.device(device)
+    s, reasons = settings, []
+    gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    where = f"sm_{gpu[0]}{gpu[1]}" if gpu else device.type
+
+    fp8 = s.use_fp8 == "on" or (s.use_fp8 == "auto" and gpu is not None and gpu >= (9, 0))
+    if s.use_fp8 == "on" and gpu is not None and gpu < (8, 9) and not s.fp8_emulate:
+        raise bad(s, "use_fp8", f"{where} has no float8 matmul (sm_89 and newer do); use off, or fp8_emulate")
+    reasons.append(f"use_fp8={s.use_fp8}: {'float8' if fp8 else 'bf16'} matmuls on {where}")
+    if fp8 and gpu is None and not s.fp8_emulate:
+        reasons[-1] += " (correct but about 30x slower than fp8_emulate)"
+
+    if device.type == "cuda":
+        found = importlib.util.find_spec("triton") is not None
+        tool = "triton" if found else "no triton"
+    else:
+        names = [os.environ.get("CXX"), "g++", "clang++"]
+        tool = next((path for n in names if n and (path := shutil.which(n))), None)
+        found, tool = tool is not None, tool or "no C++ compiler"
+    if s.use_compile is True and not found:
+        raise bad(s, "use_compile", f"{tool} found; install one, or use False")
+    compiled = s.use_compile is True or (s.use_compile == "auto" and found)
+    reasons.append(f"use_compile={s.use_compile}: {'compiled blocks' if compiled else 'eager'} ({tool})")
+    return {"fp8": fp8, "compile": compiled, "reasons": reasons}
+
+
+def build_model(settings, mesh, device, log=print) -> Nova:
+    """The initialised, sharded model. `mesh` is 1-D, or 2-D ("replicate", "shard") for HSDP."""
+    s, device = settings, torch.device(device)
+    chosen = choose(s, device)
+    for reason in chosen["reasons"]:
+        log(reason)
+    choose_attention(s, device, log)
+    with torch.device("meta"):
+        model = Nova(s)
+    if chosen["fp8"]:
+        convert_fp8(model, s, log)
+    if chosen["compile"]:
+        compile_blocks(model, s, log)
+    policy = dict(
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),  # inputs as they are: the RoPE tables are fp32, and x is bf16 already
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if s.cpu_offload
+        else OffloadPolicy(),
+    )
+    for block in model.layers:
+        fully_shard(block, reshard_after_forward=s.reshard_after_forward, **policy)
+    # The root group holds embedding, final norm and head together (tied modules must share a group), and its backward
+    # follows its forward at once: nothing to free in between.
+    fully_shard(model, reshard_after_forward=False, **policy)
+    model.to_empty(device="cpu" if s.cpu_offload else device)
+    init_weights(model, s)
+    return model
+
+
+def choose_attention(settings, device, log=print):
+    """Pin the attention kernel of a GPU: the fastest that runs forward and backward on this model's shapes."""
+    Attention.unequal = False
+    if device.type != "cuda":
+        log(f"attention={settings.attention}: torch's CPU kernel")
+
+
+def convert_fp8(model, settings, log=print):
+    """Make the block matrices float8 for their three matmuls; master weights and everything else stay as they are."""
+    raise NotImplementedError
+
+
+def compile_blocks(model, settings, log=print):
+    """torch.compile the body of every block: one graph for all layers, a new one for each (B, T) and mode."""
+    for block in model.layers:
+        block.run = torch.compile(block.body, fullgraph=True, dynamic=False)
+
+
+# --- counts --------------------------------------------------------------------------------------------------
+
+
+def count_params(settings) -> dict[str, int]:
+    """Parameters by class, and in total (a tied matrix counts once, as embedding)."""
+    s, d = settings, settings.d_model
+    v2, diff = s.attention == "diff_v2", s.attention == "diff"
+    qkv = d * s.head_dim * (s.n_heads * (2 if v2 else 1) + 2 * s.n_kv_heads)
+    gates = d * s.n_heads * (v2 + s.attn_gate)
+    counts = {
+        "embedding": s.padded_vocab_size * d,
+        "head": 0 if s.tie_embeddings else s.padded_vocab_size * d,
+        "attention": s.n_layers * (qkv + d * d + gates),
+        "ffn": s.n_layers * 3 * d * s.ffn_hidden,
+        "norms": s.n_layers * (2 * d + (3 if diff else 2) * s.head_dim) + d,
+        "other": s.n_layers * (s.n_heads * (diff + s.head_gate) + (2 * d if s.layer_scale else 0)),
+    }
+    return counts | {"total": sum(counts.values())}
+
+
+def flops_per_token(settings, T: int) -> float:
+    """Matmul FLOPs of one token's forward and backward (twice the forward) in a sequence of T.
+
+    nanoGPT's and torch.utils.flop_counter's convention: attention counts all T x T scores, although half are masked, so
+    MFU figures compare with theirs. Recomputation and padding of heads do not count; embedding look-ups are free.
+    """
+    s, count = settings, count_params(settings)
+    matrices = count["attention"] + count["ffn"] + s.padded_vocab_size * s.d_model
+    maps = 1 if s.attention == "standard" else 2
+    map_dim = s.head_dim // 2 if s.attention == "diff" else s.head_dim
+    attention = s.n_layers * s.n_heads * maps * T * (map_dim + s.head_dim)
+    return 6.0 * (matrices + attention)
