@@ -1,0 +1,506 @@
+"""What a run will need and what it will buy, before any GPU is rented.
+
+    python plan.py config/h200_8x.py [--key=value …] [--gpus=8 --gpu=h200|h100|b200|a100|cpu] [--json]
+    python plan.py --curve OUT [OUT …]        overlay the loss curves of several runs in curves.png
+
+The one idea: **every figure is arithmetic on the settings**, so it needs no GPU, no network and no process group, and
+the tests hold it against the real thing: parameter counts and state bytes exactly, peak memory against torch's
+FSDPMemTracker. Speed cannot be derived: it is *computed* from the data-sheet peak and the achieved shares in ACHIEVED,
+which reproduce published 8B runs to about 10 % (torchtitan, H200, float8: 10,938 tokens/s/GPU; computed 11,016). The
+plan states the resulting MFU beside everything that depends on it, and what 30 to 50 % would buy. Exit code 2: the run
+does not fit the memory, or its budget ends inside the warm-up; the last line names the setting to change.
+
+Bytes are bytes (GB = 1e9), memory is per GPU, times are seconds. FLOPs count forward and backward.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+
+from settings import SettingsError, load_settings
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device's data sheet: dense peaks in FLOP/s, bytes, bytes/s."""
+
+    name: str
+    bf16: float
+    fp8: float | None
+    memory: float
+    bandwidth: float
+    link: float  # bytes/s per GPU that collectives reach inside a node
+    net: float = 40e9  # the same between nodes: 400 Gbit/s per GPU at 0.8
+
+
+GPUS = {
+    "h200": Gpu("H200 SXM", 989e12, 1979e12, 150.1e9, 4.8e12, 360e9),
+    "h100": Gpu("H100 SXM", 989e12, 1979e12, 85.0e9, 3.35e12, 360e9),
+    "b200": Gpu("B200", 2250e12, 4500e12, 192.0e9, 8.0e12, 720e9),
+    "a100": Gpu("A100 80GB SXM", 312e12, None, 85.0e9, 2.0e12, 240e9, 20e9),
+    "cpu": Gpu("CPU core", 0.15e12, None, 0.0, 10e9, 2e9, 1e9),  # memory: this machine's
+}
+
+# Achieved shares of the peaks: assumptions, calibrated on published runs, to be replaced by `bench.py --gpu`.
+ACHIEVED = {"bf16": 0.60, "fp8": 0.45, "attention": 0.30, "muon": 0.60, "bandwidth": 0.75}
+FP8_GAIN = {
+    "tensorwise": 1.0,
+    "rowwise_with_gw_hp": 0.93,
+    "rowwise": 0.88,
+}  # against tensorwise (torchao, 8B)
+HOP = 12e-6  # seconds of latency that each rank adds to a ring collective between nodes
+USABLE = 0.95  # of a device's memory: above it the allocator starts to retry and everything slows down
+FRAGMENTATION = 0.04
+CONTEXT = 4 * GB  # CUDA context, NCCL buffers, cuBLAS workspaces
+START_UP = 300.0  # seconds of a launch before its first step
+UPLOAD = 100e6  # bytes/s to the Hub, assumed
+DISK = 1e9  # bytes/s that a checkpoint is written with, assumed
+
+
+@dataclass
+class Plan:
+    """All figures of one run. `problems` are reasons for exit code 2, each with the setting to change."""
+
+    gpu: Gpu
+    gpus: int
+    facts: dict  # what was chosen: fp8, compile, micro_batch…
+    parameters: dict[str, int]
+    memory: dict[str, float]  # component -> bytes per GPU
+    memory_peak: float
+    memory_capacity: float
+    largest_micro_batch: int
+    batch: dict
+    speed: dict
+    money: dict
+    files: dict
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @property
+    def exit_code(self) -> int:
+        return 2 if self.problems else 0
+
+    def lines(self) -> list[str]:
+        """The plan for a person."""
+        f, b, s, m, c = self.facts, self.batch, self.speed, self.money, self.files
+        out = [f"plan: {self.gpus} x {self.gpu.name}, computed, not measured ({f['how']})"]
+        total = self.parameters["total"]
+        classes = "  ".join(f"{k} {number(v)}" for k, v in self.parameters.items() if k != "total" and v)
+        out.append(f"  parameters   {number(total)} = {total:,}: {classes}")
+        parts = "  ".join(
+            f"{k} {v / GB:.2f}" for k, v in self.memory.items() if v >= 0.005 * GB or self.gpus == 0
+        )
+        share = f" of {self.memory_capacity / GB:.0f} GB usable" if self.memory_capacity else ""
+        out.append(f"  memory/GPU   {self.memory_peak / GB:.2f} GB peak{share}: {parts}")
+        out.append(
+            f"  batch        {b['sequences_per_step']} sequences = {number(b['tokens_per_step'])} tokens/step: "
+            f"micro_batch {b['micro_batch']} x {b['grad_accum']} micro-steps x {self.gpus} GPUs; "
+            f"largest micro_batch that fits: {self.largest_micro_batch or 'none'}"
+        )
+        out.append(
+            f"  step         {s['seconds_per_step']:.3g} s at {100 * s['mfu']:.0f} % MFU: "
+            f"{number(s['tokens_per_second'])} tok/s, {number(s['tokens_per_second_per_gpu'])}/GPU "
+            f"({number(s['flops_per_token'])} FLOP/token; limit {number(s['limit'])}/GPU)"
+        )
+        hidden = "hidden" if s["communication_hidden"] else "NOT hidden"
+        out.append(
+            f"  micro-step   compute {1e3 * s['compute']:.0f} ms, FSDP traffic {1e3 * s['communication']:.0f} ms "
+            f"({s['communication_bytes'] / GB:.1f} GB, {hidden}); "
+            f"optimizer {1e3 * s['optimizer']:.0f} ms (Muon {1e3 * s['muon_compute']:.0f}, its traffic "
+            f"{1e3 * s['muon_communication']:.0f}){s['replica_text']}"
+        )
+        out.append(
+            f"  schedule     {b['steps']:,} steps = {number(b['tokens'])} tokens "
+            f"({b['tokens'] / total:.2g} a parameter): {hours(m['hours'])}, ${m['dollars']:,.0f} at "
+            f"${m['usd_per_gpu_hour']:g}/GPU-hour"
+        )
+        if m["budget_hours"]:
+            out.append(
+                f"  budget       {m['budget_hours']:g} h buy {number(m['budget_tokens'])} tokens, "
+                f"{100 * m['budget_share']:.1f} % of the schedule, for ${m['budget_dollars']:,.0f}; "
+                + ", ".join(f"at {k} MFU {number(v)}" for k, v in m["budget_tokens_at"].items())
+            )
+        out.append(
+            f"  checkpoint   {c['checkpoint'] / GB:.3g} GB + weights {c['weights'] / GB:.3g} GB; upload "
+            f"{hours(c['upload_seconds'] / 3600)} at {UPLOAD / 1e6:.0f} MB/s"
+            + (f" (at least {c['upload_minimum'] / 1e6:.0f} MB/s to keep up)" if c["upload_minimum"] else "")
+        )
+        out += [f"  ! {w}" for w in self.warnings] + [f"  CANNOT RUN: {p}" for p in self.problems]
+        return out
+
+
+def choices(settings, gpu: Gpu) -> dict:
+    """What "auto" would choose on such a device. The run itself decides by looking at the real one."""
+    cpu = gpu.name.startswith("CPU")
+    fp8 = settings.use_fp8 == "on" or (settings.use_fp8 == "auto" and gpu.fp8 is not None)
+    compiled = settings.use_compile
+    if compiled == "auto":
+        compiled = bool(shutil.which("g++") or shutil.which("clang++")) if cpu else True
+    return {"fp8": fp8, "compile": bool(compiled), "device": "cpu" if cpu else "cuda"}
+
+
+def matrices(settings) -> list[tuple[int, int]]:
+    """(rows, columns) of the matrices of one block that Muon orthogonalises, q, k and v apart."""
+    s = settings
+    q = s.n_heads * s.head_dim * (2 if s.attention == "diff_v2" else 1)
+    kv, d = s.n_kv_heads * s.head_dim, s.d_model
+    fused = [(q, d), (kv, d), (kv, d)]
+    if s.muon_split_heads:
+        height = s.head_dim // 2 if s.attention == "diff" else s.head_dim
+        fused = [(height, d)] * ((q + kv) // height) + [(s.head_dim, d)] * s.n_kv_heads
+    return [*fused, (d, s.n_heads * s.head_dim), (s.ffn_hidden, d), (s.ffn_hidden, d), (d, s.ffn_hidden)]
+
+
+def block_elements(settings) -> int:
+    """Elements of one block's Muon matrices."""
+    return sum(m * n for m, n in matrices(settings))
+
+
+def orthogonalize_flops(rows: int, columns: int, iterations: int = 5) -> float:
+    """FLOPs of muon.orthogonalize: X X^T, its square and one product with X, each iteration."""
+    m, n = min(rows, columns), max(rows, columns)
+    return iterations * (4 * m * m * n + 2 * m**3)
+
+
+def activation_bytes(settings, compiled: bool) -> float:
+    """Bytes that one block keeps for backward, per token. Measured in tests with torch's own counters."""
+    s = settings
+    d, kv, ffn = s.d_model, s.n_kv_heads * s.head_dim, s.ffn_hidden
+    q = d * (2 if s.attention == "diff_v2" else 1)
+    if s.activation_checkpointing == "full":
+        return 2 * d
+    if (
+        s.activation_checkpointing == "selective"
+    ):  # the input, attention's, every matmul but the FFN's wide ones
+        return 2 * (d + (q + 2 * kv) + 2 * q + d + d)
+    if compiled:
+        return 2 * (10 * d + 2 * kv + (2 * q + 2 * kv) + 3 * ffn)
+    return 2 * (24 * d + 2 * kv + (2 * q + 2 * kv) + 4 * ffn)
+
+
+def memory_components(
+    settings, parameters: dict, micro_batch: int, shard: int, chosen: dict, accum: int
+) -> dict:
+    """{component: bytes} of one rank at the moment of its peak, which is in the backward of the last block."""
+    s = settings
+    block, total = block_elements(s), parameters["total"]
+    muon = s.n_layers * block
+    embedding = s.padded_vocab_size * s.d_model
+    tokens = micro_batch * s.max_len
+    small = total - muon
+    adam = 8 * small / shard if s.adamw == "fp32" else 2 * (1 + 4 / 256) * small / shard
+    gathered_root = 2 * embedding * (1 if s.tie_embeddings else 2)
+    parts = {
+        "weights": 4 * total / shard,
+        "gradients": 4 * total / shard,
+        "muon": 4 * muon / shard,
+        "adamw": adam,
+        # bf16 copies: the block at work, the next one on its way, embedding and head; plus the buffer they arrive in
+        "gathered": gathered_root
+        + (2 * 2 * block if s.reshard_after_forward else 2 * muon)
+        + 2 * block * (shard > 1),
+        # one block's bf16 gradients and their fp32 copy on the way to reduce-scatter
+        "reduce": (2 + 4) * block,
+        "accumulated": 4 * total if accum > 1 and not s.reduce_every_micro_step else 0,
+        "activations": s.n_layers * tokens * activation_bytes(s, chosen["compile"]),
+        "block at work": tokens * 2 * (8 * s.d_model + 4 * s.ffn_hidden),
+        "loss": min(tokens, s.loss_chunk) * s.padded_vocab_size * 10
+        + 4 * embedding
+        + 2 * tokens * 2 * s.d_model,
+        "batch": 2 * 2 * 8 * tokens * accum,
+        "context": CONTEXT if chosen["device"] == "cuda" else 0,
+    }
+    if s.cpu_offload:
+        for name in ("weights", "gradients", "muon", "adamw"):
+            parts[name] = 0.0
+    return parts
+
+
+def peak(parts: dict, chosen: dict) -> float:
+    """Bytes at the peak: the components, and what the allocator cannot use."""
+    return sum(parts.values()) * (1 + (FRAGMENTATION if chosen["device"] == "cuda" else 0))
+
+
+def optimizer_seconds(settings, gpu: Gpu, total: int, gpus: int, shard: int) -> dict:
+    """Seconds of the optimizer step: Muon split over all ranks, its traffic, and the elementwise rest."""
+    s = settings
+    work = sorted((orthogonalize_flops(*m) for m in matrices(s) * s.n_layers), reverse=True)
+    loads = [0.0] * gpus
+    for flops in work:  # longest first to the least loaded, as muon.py deals them
+        loads[loads.index(min(loads))] += flops
+    compute = max(loads) / (gpu.bf16 * ACHIEVED["muon"])
+    link = gpu.link if gpus <= 8 else gpu.net
+    traffic = 2 * 2 * s.n_layers * block_elements(s) / gpus * (1 - 1 / gpus) / link
+    elementwise = total / shard * 24 / (gpu.bandwidth * ACHIEVED["bandwidth"])
+    exposed = max(compute, traffic) + 0.1 * min(compute, traffic)
+    return {"muon_compute": compute, "muon_communication": traffic, "optimizer": exposed + elementwise}
+
+
+def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: int, chosen: dict) -> dict:
+    """Computed times of one step and what follows from them."""
+    from model import flops_per_token
+
+    s = settings
+    tokens = s.micro_batch * s.max_len
+    per_token = flops_per_token(s, s.ctx_end_len)
+    linear = 6 * s.n_layers * block_elements(s)
+    head = 6 * s.padded_vocab_size * s.d_model
+    attention = max(0.0, per_token - linear - head)
+    rate = gpu.bf16 * ACHIEVED["bf16"]
+    block_rate = gpu.fp8 * ACHIEVED["fp8"] * FP8_GAIN[s.fp8_recipe] if chosen["fp8"] and gpu.fp8 else rate
+    compute = tokens * (
+        linear / block_rate + head / rate + attention * 7 / 6 / (gpu.bf16 * ACHIEVED["attention"])
+    )
+    compute += (
+        {"none": 0, "selective": 1 / 9, "full": 1 / 3}[s.activation_checkpointing]
+        * tokens
+        * linear
+        / block_rate
+    )
+    passes = 1.0 if chosen["compile"] else 2.6
+    elementwise = passes * 3 * 2 * tokens * (8 * s.d_model + 2 * s.ffn_hidden) * s.n_layers
+    compute += elementwise / (gpu.bandwidth * ACHIEVED["bandwidth"])
+    link = (
+        gpu.link if shard <= 8 else gpu.net * 8
+    )  # NVLink inside a node, then one rail of the network per GPU
+    gathers = 2 if s.reshard_after_forward else 1
+    reduces = 1 if s.reduce_every_micro_step else 1 / accum
+    volume = total * (shard - 1) / shard * (2 * gathers + 4 * reduces)  # bf16 gathers, fp32 reduce-scatter
+    latency = (gathers + reduces) * (s.n_layers + 1) * shard * HOP if shard > 8 else 0.0
+    traffic = volume / link + latency
+    micro = max(compute, traffic) + 0.03 * min(compute, traffic)
+    replica = 2 * 4 * total / shard / gpu.net if gpus > shard else 0.0  # HSDP all-reduce, fp32, not hidden
+    optimizer = optimizer_seconds(s, gpu, total, gpus, shard)
+    seconds = accum * micro + optimizer["optimizer"] + replica
+    speed = s.tokens_per_step / seconds
+    peak_rate = gpu.fp8 if chosen["fp8"] and gpu.fp8 else gpu.bf16
+    return {
+        "seconds_per_step": seconds,
+        "tokens_per_second": speed,
+        "tokens_per_second_per_gpu": speed / gpus,
+        "flops_per_token": per_token,
+        "mfu": speed / gpus * per_token / gpu.bf16,
+        "limit": 1 / (linear / peak_rate + (head + attention) / gpu.bf16),
+        "compute": compute,
+        "communication": traffic,
+        "communication_bytes": volume,
+        "communication_hidden": traffic <= compute,
+        "replica_all_reduce": replica,
+        "replica_text": f"; replicas' all-reduce {1e3 * replica:.0f} ms a step" if replica else "",
+        **optimizer,
+    }
+
+
+def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
+    """The plan of `settings` on `gpus` devices of one kind. Raises SettingsError where the batch does not divide."""
+    from model import count_params
+
+    s, device = settings, GPUS[gpu]
+    assumed_vocabulary = s.vocab_size is None
+    if assumed_vocabulary:  # the data decide it; until then, the seed's
+        s = dataclasses.replace(settings, vocab_size=257 if settings.data == "python" else 65_536)
+        s.source = settings.source
+    accum = s.grad_accum(gpus)
+    shard = s.shard_size or gpus
+    if gpus % shard:
+        raise s.error("shard_size", f"does not divide {gpus} GPUs")
+    chosen = choices(s, device)
+    parameters = count_params(s)
+    total = parameters["total"]
+    capacity = device.memory * USABLE
+    if device.name.startswith("CPU"):
+        device = dataclasses.replace(
+            device, memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / gpus
+        )
+        capacity = device.memory * USABLE
+
+    def fits(micro_batch, **changes) -> bool:
+        changed = dataclasses.replace(s, **changes)
+        micro_steps = s.sequences_per_step // (micro_batch * gpus)
+        return (
+            peak(memory_components(changed, parameters, micro_batch, shard, chosen, micro_steps), chosen)
+            <= capacity
+        )
+
+    sizes = [n for n in range(1, s.sequences_per_step // gpus + 1) if s.sequences_per_step % (n * gpus) == 0]
+    largest = max((n for n in sizes if fits(n)), default=0)
+    memory = memory_components(s, parameters, s.micro_batch, shard, chosen, accum)
+    speed = step_seconds(s, device, gpus, shard, accum, total, chosen)
+    muon = s.n_layers * block_elements(s)
+    # an 8-bit state is stored twice: the codes of each rank, and fp32 for another world size
+    states = 4 * total + 4 * muon + (8 if s.adamw == "fp32" else 8 + 2 * (1 + 4 / 256)) * (total - muon)
+    run_hours = (s.steps * speed["seconds_per_step"] + START_UP) / 3600
+    budget = s.max_hours or s.job_hours
+    bought = max(0.0, (budget or 0) * 3600 - START_UP) * speed["tokens_per_second"]
+    tokens = s.steps * s.tokens_per_step
+    price = s.usd_per_gpu_hour * gpus
+    result = Plan(
+        gpu=device, gpus=gpus, parameters=parameters, memory=memory, memory_peak=peak(memory, chosen),
+        memory_capacity=capacity, largest_micro_batch=largest,
+        facts={
+            **chosen, "shard_size": shard, "vocab_size": s.vocab_size,
+            "how": f"{'fp8 ' + s.fp8_recipe if chosen['fp8'] else 'bf16'}, {'compiled' if chosen['compile'] else 'eager'}, "
+            f"checkpointing {s.activation_checkpointing}, AdamW {s.adamw}, weights over {shard} GPUs"
+            + (f", {gpus // shard} replicas" if gpus > shard else ""),
+        },
+        batch={
+            "sequences_per_step": s.sequences_per_step, "tokens_per_step": s.tokens_per_step, "micro_batch": s.micro_batch,
+            "grad_accum": accum, "steps": s.steps, "tokens": tokens,
+        },
+        speed=speed,
+        money={
+            "hours": run_hours, "usd_per_gpu_hour": s.usd_per_gpu_hour, "dollars": run_hours * price,
+            "budget_hours": budget, "budget_tokens": min(bought, tokens), "budget_share": min(1.0, bought / tokens),
+            "budget_dollars": min(budget or 0, run_hours) * price,
+            "budget_tokens_at": {
+                f"{share} %": min(tokens, bought * share / 100 / speed["mfu"]) for share in (30, 40, 50)
+            },
+        },
+        files={
+            "checkpoint": states, "weights": 4 * total, "save_seconds": states / gpus / DISK,
+            "upload_seconds": states / UPLOAD if s.hf_model_repo else 0.0,
+            "upload_minimum": states / (60 * s.save_minutes) if s.save_minutes and s.hf_model_repo else 0.0,
+        },
+    )  # fmt: skip
+    judge(result, s, fits, sizes, assumed_vocabulary)
+    return result
+
+
+def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
+    """Fill in warnings and problems."""
+    money, speed, warn = result.money, result.speed, result.warnings.append
+    peak_gb, capacity_gb = result.memory_peak / GB, result.memory_capacity / GB
+    if assumed_vocabulary:
+        warn(
+            f"vocab_size is not set: {result.facts['vocab_size']:,} assumed until the data's metadata.json says it"
+        )
+    if result.memory_peak > result.memory_capacity:
+        cures = [f"micro_batch={result.largest_micro_batch}"] if result.largest_micro_batch else []
+        for name, value in (
+            ("reduce_every_micro_step", True), ("activation_checkpointing", "selective"),
+            ("activation_checkpointing", "full"), ("cpu_offload", True),
+        ):  # fmt: skip
+            if len(cures) < 2 and fits(s.micro_batch, **{name: value}):
+                cures.append(f"{name}={value}")
+        cures = cures or [
+            f"micro_batch={sizes[0]} with activation_checkpointing=full, more GPUs, or a smaller model"
+        ]
+        result.problems.append(
+            f"needs {peak_gb:.1f} GB of {capacity_gb:.1f} GB usable on each GPU: " + " or ".join(cures)
+        )
+    elif result.memory_peak > 0.9 * result.memory_capacity:
+        warn(f"memory is tight: {peak_gb:.1f} of {capacity_gb:.1f} GB usable")
+    if s.max_hours or s.job_hours:
+        warmup = (s.warmup_steps * speed["seconds_per_step"] + START_UP) / 3600
+        share, budget = money["budget_share"], money["budget_hours"]
+        if s.max_hours and s.max_hours <= warmup:
+            result.problems.append(
+                f"max_hours={s.max_hours:g} end inside the warm-up, which takes {warmup:.1f} h: "
+                f"lower warmup_steps={s.warmup_steps}, or raise max_hours"
+            )
+        elif share < 1 and s.max_hours:
+            warn(
+                f"{budget:g} h buy about {100 * share:.0f} % of the {number(result.batch['tokens'])}-token schedule: "
+                f"the decay will be moved to end at about step {share * s.steps:,.0f}"
+            )
+        elif share < 1:
+            warn(
+                f"{budget:g} h buy about {100 * share:.0f} % of the {number(result.batch['tokens'])}-token schedule: "
+                f"about {math.ceil(1 / share) if share else 'too many'} launches of job_hours={s.job_hours:g}, "
+                f"the rate still {'at its peak' if s.schedule == 'wsd' else 'near its peak'} after the first. To end "
+                f"decayed, set max_hours, or target_tokens={money['budget_tokens']:.2g}"
+            )
+            if share * s.steps < 5 * s.warmup_steps:
+                warn(
+                    f"warmup_steps={s.warmup_steps} are {100 * s.warmup_steps / max(1, share * s.steps):.0f} % of that"
+                )
+    if not speed["communication_hidden"]:
+        warn("FSDP's traffic is not hidden behind compute: raise micro_batch, or set shard_size (HSDP)")
+    if s.use_fp8 == "auto" and result.facts["fp8"] and s.fp8_recipe == "rowwise":
+        warn(
+            "fp8_recipe=rowwise gained 10 % where tensorwise gained 25 % on a published 8B: measure with bench.py --gpu"
+        )
+    if result.facts["fp8"] and not result.facts["compile"]:
+        warn("fp8 without compile is slower than bf16: use_compile=True, or use_fp8=off")
+
+
+def number(value: float) -> str:
+    """7902661952 -> '7.90B'."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:.0f}"
+
+
+def hours(value: float) -> str:
+    """Hours as days above two of them, as minutes or seconds below one hour."""
+    if value >= 48:
+        return f"{value / 24:.1f} days"
+    return (
+        f"{value:.2f} h"
+        if value >= 1
+        else f"{value * 60:.1f} min"
+        if value >= 1 / 30
+        else f"{value * 3600:.0f} s"
+    )
+
+
+def overlay(folders: list[str]) -> int:
+    """curves.png: the loss curves of several runs."""
+    import metrics
+
+    curves = {}
+    for folder in folders:
+        path = folder if folder.endswith(".jsonl") else os.path.join(folder, "metrics.jsonl")
+        rows = metrics.read_rows(path)
+        if not rows:
+            print(f"{path}: no rows of metrics", file=sys.stderr)
+            return 65
+        curves[os.path.basename(os.path.dirname(os.path.abspath(path)))] = rows
+    try:
+        metrics.draw(curves, "curves.png")
+    except ImportError:
+        print("curves.png needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 71
+    print(f"curves.png: {', '.join(curves)}")
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    if not argv or {"--help", "-h"} & set(argv):
+        print(__doc__)
+        return 0
+    if argv[0] == "--curve":
+        return overlay(argv[1:])
+    options = {"gpus": "8", "gpu": "h200"}
+    rest = []
+    for argument in argv:
+        name, _, value = argument.lstrip("-").partition("=")
+        if argument.startswith("--") and name in options:
+            options[name] = value
+        elif argument != "--json":
+            rest.append(argument)
+    try:
+        if options["gpu"] not in GPUS:
+            raise SettingsError(f"--gpu={options['gpu']}: known are {', '.join(GPUS)}")
+        if not options["gpus"].isdigit() or options["gpus"] == "0":
+            raise SettingsError(f"--gpus={options['gpus']}: must be a positive number")
+        result = plan(load_settings(rest), int(options["gpus"]), options["gpu"])
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(result.as_dict(), indent=2) if "--json" in argv else "\n".join(result.lines()))
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
