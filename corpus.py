@@ -1,0 +1,258 @@
+"""Text that every Python with torch carries: the quickstart's corpus, packed once into a cache folder.
+
+    code        the standard library's modules, without tests
+    general     Python's help topics; the documentation inside torch, numpy and networkx
+    math        the documentation inside sympy, with its worked examples (sympy and networkx come with torch)
+    reasoning   worked steps of arithmetic and logic, generated from a seed: synthetic
+
+Bytes, 257 ids. The text differs between versions of Python and of these packages, so no figure may be pinned to it.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import sysconfig
+import time
+
+import pack
+from shards import DataError, os_reason
+
+CORPUS_VERSION = 1  # raise it when the recipe changes
+PACKAGES = ("torch", "numpy", "networkx", "sympy")
+DOCSTRING = re.compile(r'(?<![\w\'"])[rR]?"""(.+?)"""', re.DOTALL)
+REASONING_BYTES = 4_000_000
+LEFT_OUT = {
+    "test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "encodings",
+    "lib2to3", "_inductor", "_dynamo", "benchmarks",
+}  # fmt: skip
+
+
+def python_corpus(cache: str, agree, log=print) -> str:
+    """The folder of the packed corpus. One process of each machine packs it, where it is not there yet."""
+    versions = [platform.python_version()] + [f"{p} {version(p)}" for p in PACKAGES]
+    key = hashlib.sha256(json.dumps([CORPUS_VERSION, versions]).encode()).hexdigest()[:12]
+    folder = os.path.join(cache, f"python-{key}")
+    problem = None
+    try:
+        if getattr(agree, "local_rank", agree.rank) == 0 and not os.path.exists(f"{folder}/metadata.json"):
+            make(folder, log)
+    except OSError as e:
+        problem = DataError(f"{e.filename or cache}: {os_reason(e)}; set cache_dir")
+    except Exception as e:
+        problem = e
+    agree.verdict(problem, "packing the Python corpus")
+    return folder
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def make(folder: str, log):
+    start, work = time.monotonic(), f"{folder}.{os.getpid()}.tmp"
+    shutil.rmtree(work, ignore_errors=True)
+    os.makedirs(os.path.join(work, "data"))
+    try:
+        domains, total = {}, 0
+        for domain, texts in (
+            ("code", code),
+            ("general", general),
+            ("math", mathematics),
+            ("reasoning", reasoning),
+        ):
+            unique = list(dict.fromkeys(t.strip() for t in texts()))
+            documents = pack.Documents([t.encode("utf-8", errors="replace") for t in unique])
+            _, encode = pack.load_tokenizer("bytes", None)
+            fill = pack.pack_text(
+                documents, domain, encode, 256, 257, pack.SHARD_TOKENS, 0.02, 0, lambda n: None
+            )  # fmt: skip
+            domains[domain] = pack.pack_domain(work, domain, fill)
+            total += domains[domain]["tokens"]
+        domains["reasoning"]["source"] = "generated worked steps: synthetic"
+        meta = {"vocab_size": 257, "tokenizer": "bytes", "eot": 256, "python": platform.python_version()}
+        pack.save_json(os.path.join(work, "metadata.json"), meta | {"domains": domains})
+        try:
+            os.rename(work, folder)
+        except OSError:
+            if not os.path.exists(
+                f"{folder}/metadata.json"
+            ):  # else another process was quicker: the same text
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    log(
+        f"data: packed {total / 1e6:.1f} MB of Python's own text into {folder} in {time.monotonic() - start:.1f} s"
+    )
+
+
+def python_files(top: str):
+    """Source files below a folder, in a fixed order."""
+    for folder, folders, names in os.walk(top):
+        folders[:] = sorted(f for f in folders if f not in LEFT_OUT)
+        for name in sorted(n for n in names if n.endswith(".py")):
+            with open(os.path.join(folder, name), "rb") as f:
+                yield f.read().decode("utf-8", errors="replace").replace("\0", "")
+
+
+def code() -> list[str]:
+    return list(python_files(sysconfig.get_paths()["stdlib"]))
+
+
+def docstrings(package: str) -> list[str]:
+    """The documentation inside a package: its triple-quoted texts that hold at least a sentence."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    found = []
+    for source in python_files(spec.submodule_search_locations[0]):
+        found += [inspect.cleandoc(t) for t in DOCSTRING.findall(source) if len(t) > 300 and ". " in t]
+    return found
+
+
+def general() -> list[str]:
+    from pydoc_data.topics import topics
+
+    return [topics[k] for k in sorted(topics)] + [
+        t for p in ("torch", "numpy", "networkx") for t in docstrings(p)
+    ]
+
+
+def mathematics() -> list[str]:
+    return docstrings("sympy")
+
+
+# --- generated worked steps --------------------------------------------------------------------------------------
+
+
+def addition(r) -> str:
+    a, b = r.randrange(10, 10_000), r.randrange(10, 10_000)
+    lines, carry, digits = [f"Question: What is {a} + {b}?"], 0, max(len(str(a)), len(str(b)))
+    for i in range(digits):
+        x, y = a // 10**i % 10, b // 10**i % 10
+        s = x + y + carry
+        plus = f" + {carry} carried" if carry else ""
+        lines.append(f"{x} + {y}{plus} = {s}: write {s % 10}" + (f", carry {s // 10}." if s > 9 else "."))
+        carry = s // 10
+    return "\n".join(lines) + f"\nAnswer: {a + b}"
+
+
+def multiplication(r) -> str:
+    a, b = r.randrange(11, 1000), r.randrange(11, 100)
+    tens, ones = b // 10 * 10, b % 10
+    return (
+        f"Question: What is {a} * {b}?\n{b} = {tens} + {ones}.\n{a} * {tens} = {a * tens}.\n{a} * {ones} = {a * ones}.\n"
+        f"{a * tens} + {a * ones} = {a * b}.\nAnswer: {a * b}"
+    )
+
+
+def division(r) -> str:
+    a, b = r.randrange(100, 10_000), r.randrange(2, 13)
+    lines, rest, out = [f"Question: Divide {a} by {b}. Give quotient and remainder."], 0, ""
+    for digit in str(a):
+        value = rest * 10 + int(digit)
+        lines.append(f"Bring down {digit}: {value} / {b} = {value // b}, remainder {value % b}.")
+        rest, out = value % b, out + str(value // b)
+    return "\n".join(lines) + f"\nAnswer: {int(out)} remainder {rest}"
+
+
+def euclid(r) -> str:
+    g = r.randrange(1, 30)
+    a, b = g * r.randrange(2, 60), g * r.randrange(2, 60)
+    lines, x, y = [f"Question: What is the greatest common divisor of {a} and {b}?"], a, b
+    while y:
+        lines.append(f"{x} = {x // y} * {y} + {x % y}.")
+        x, y = y, x % y
+    return "\n".join(lines) + f"\nThe last remainder that is not 0 is {x}.\nAnswer: {x}"
+
+
+def equation(r) -> str:
+    a, x, b = r.randrange(2, 20), r.randrange(-30, 31), r.randrange(1, 100)
+    c = a * x + b
+    return (
+        f"Question: Solve {a}x + {b} = {c} for x.\nSubtract {b} from both sides: {a}x = {c - b}.\n"
+        f"Divide both sides by {a}: x = {x}.\nCheck: {a} * {x} + {b} = {c}.\nAnswer: {x}"
+    )
+
+
+def sequence(r) -> str:
+    start, step, n = r.randrange(1, 50), r.randrange(2, 15), r.randrange(4, 7)
+    if r.random() < 0.5:
+        terms = [start + step * i for i in range(n + 1)]
+        rule = f"Each term is the one before plus {step}"
+    else:
+        step = step % 3 + 2
+        terms = [start * step**i for i in range(n + 1)]
+        rule = f"Each term is the one before times {step}"
+    shown = ", ".join(map(str, terms[:-1]))
+    return f"Question: How does {shown} go on?\n{rule}.\nAfter {terms[-2]} comes {terms[-1]}.\nAnswer: {terms[-1]}"
+
+
+NAMES = "Ada Ben Carla David Emma Felix Grace Hugo Ida Jonas Klara Leo Mira Nils Olga Paul Rosa Sam Tara Uwe".split()
+
+
+def ranking(r) -> str:
+    people = r.sample(NAMES, r.randrange(3, 6))
+    word, best = r.choice([("taller", "tallest"), ("older", "oldest"), ("faster", "fastest")])
+    facts = [f"{a} is {word} than {b}." for a, b in zip(people, people[1:], strict=False)]
+    shuffled = r.sample(facts, len(facts))
+    lines = [f"Question: {' '.join(shuffled)} Who is the {best}?", f"Start: {facts[0]}"]
+    lines += [f"Then: {f}" for f in facts[1:]]
+    lines.append(f"So the order is {', '.join(people)}.")
+    return "\n".join(lines) + f"\nAnswer: {people[0]}"
+
+
+def syllogism(r) -> str:
+    a, b, c = r.sample("blickets florps wugs daxes zibs mips toves borogoves raths gleebs".split(), 3)
+    name, yes = r.choice(NAMES), r.random() < 0.5
+    if yes:
+        return (
+            f"Question: All {a} are {b}. All {b} are {c}. {name} has one of the {a}. Is it one of the {c}?\n"
+            f"It is one of the {a}, and all {a} are {b}: so it is one of the {b}.\n"
+            f"All {b} are {c}: so it is one of the {c}.\nAnswer: yes"
+        )
+    return (
+        f"Question: All {a} are {b}. No {b} are {c}. {name} has one of the {a}. Is it one of the {c}?\n"
+        f"It is one of the {a}, and all {a} are {b}: so it is one of the {b}.\n"
+        f"No {b} are {c}: so it is not one of the {c}.\nAnswer: no"
+    )
+
+
+def shopping(r) -> str:
+    name, thing = r.choice(NAMES), r.choice("apples pens books cups stamps lamps eggs ropes".split())
+    n, price, extra = r.randrange(2, 20), r.randrange(2, 30), r.randrange(1, 50)
+    paid = n * price + extra
+    return (
+        f"Question: {name} buys {n} {thing} at {price} coins each and pays with {paid} coins. What is the change?\n"
+        f"{n} {thing} cost {n} * {price} = {n * price} coins.\n{paid} - {n * price} = {extra}.\nAnswer: {extra} coins"
+    )
+
+
+def binary(r) -> str:
+    n = value = r.randrange(5, 256)
+    lines, bits = [f"Question: Write {n} in binary."], ""
+    while value:
+        lines.append(f"{value} = 2 * {value // 2} + {value % 2}.")
+        bits, value = str(value % 2) + bits, value // 2
+    return "\n".join(lines) + f"\nRead the remainders from the last to the first.\nAnswer: {bits}"
+
+
+KINDS = (addition, multiplication, division, euclid, equation, sequence, ranking, syllogism, shopping, binary)
+
+
+def reasoning() -> list[str]:
+    r, texts, size = random.Random(0), [], 0
+    while size < REASONING_BYTES:
+        texts.append(KINDS[len(texts) % len(KINDS)](r))
+        size += len(texts[-1]) + 1
+    return texts

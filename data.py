@@ -1,0 +1,572 @@
+"""Shards of token ids -> batches, exactly: every row once per epoch, in one order on any number of ranks.
+
+The one idea: **sample g of the run is a pure function of (seed, admitted shards, g)**. Every rank walks the same cursor,
+a handful of integers, and reads only its own slice of the next n samples. Hence the same global sequence at any
+world size, exact domain weights, and a resume that is exact to the row, also on another number of ranks.
+
+    data/<domain>/*.npy      1-D or 2-D integer arrays in C order, in a folder or a Hub dataset repo of this layout
+    metadata.json            vocab_size, tokenizer ("bytes", "tokenizer.json"), eot: the end-of-document id
+
+Reading is `pread` in the training process: no workers, no shuffle buffer, no mmap (whose pages count as memory of the
+process, and whose file must not shrink). Shards named val* are held out whole; without any, the last rows of the
+first shards are. Every bad input is a `DataError` that names the file, the row, the value and the cure.
+
+    python data.py pack OUT code='src/**/*.py' general=notes.jsonl      text -> shards (pack.py)
+    python data.py inspect DIR                                          what is in there
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shards import (
+    DataError,
+    FolderSource,
+    Shard,
+    Tokenizer,  # noqa: F401 (others import it from here)
+    check_domains,
+    check_metadata,
+    check_name,
+    check_weights,
+    is_val,
+    open_tokenizer,
+    permutation,
+)
+
+STATE_VERSION = 1
+LISTING_WAIT = 20.0  # seconds that a step waits for a listing which began long before
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Rows of this rank. A target of -1 is ignored by the loss."""
+
+    x: torch.Tensor  # (B, T) int64, input ids
+    y: torch.Tensor  # (B, T) int64, next tokens or -1
+    domain: torch.Tensor  # (B,) int64, index into stream.domains
+    ids: list  # B global sample numbers; -1 for a padding row of the validation
+
+    def to(self, device) -> "Batch":
+        """On a GPU through pinned memory, without waiting for the copy."""
+        if torch.device(device).type != "cuda":
+            return dataclasses.replace(self, **{k: getattr(self, k).to(device) for k in ("x", "y", "domain")})
+        move = {k: getattr(self, k).pin_memory().to(device, non_blocking=True) for k in ("x", "y", "domain")}
+        return dataclasses.replace(self, **move)
+
+    def contexts(self, length: int) -> "Batch":
+        """(B, T) -> (B*T/length, length): shorter contexts, every token kept. A target at the end of a context is
+        the first token of the next one, as before."""
+        rows, T = self.x.shape
+        if length < 1 or T % length:
+            raise DataError(f"a context of {length} does not divide rows of {T} tokens: no token is dropped")
+        k = T // length
+        return Batch(
+            self.x.view(rows * k, length),
+            self.y.view(rows * k, length),
+            self.domain.repeat_interleave(k),
+            [i for i in self.ids for _ in range(k)],
+        )
+
+
+# --- the stream --------------------------------------------------------------------------------------------------
+
+
+class Domain:
+    """Cursor of one domain: epoch -> order of the shards -> permutation of the samples in a shard."""
+
+    def __init__(self, stream: "Stream", name: str):
+        self.stream, self.name = stream, name
+        self.admitted = []  # [epoch, revision, [[shard name, content id], …]] in order of admission
+        self.val = []  # [shard name, content id, revision, first sample, samples] held out for good
+        self.epoch = self.shard = self.pos = self.drawn = 0
+        self.held, self.rows, self.ready, self.opened = {}, None, None, {}
+
+    def changed(self):
+        """Forget what was computed from `admitted` and `val`."""
+        self.where = {n: (revision, id) for _, revision, group in self.admitted for n, id in group}
+        self.held = {n: first for n, _, _, first, _ in self.val if n in self.where}
+        self.order_of, self.ready, self.rows = {}, None, None
+
+    def order(self, epoch: int) -> list[str]:
+        """The shards of an epoch: what was admitted before it, mixed; then, in order, what came during it."""
+        if epoch not in self.order_of:
+            key = (self.stream.seed, self.name, epoch)
+            old = sorted(n for e, _, group in self.admitted if e < epoch for n, _ in group)
+            names = [old[i] for i in permutation(len(old), *key)]
+            for j, (e, _, group) in enumerate(self.admitted):
+                if e == epoch:
+                    new = sorted(n for n, _ in group)
+                    names += [new[i] for i in permutation(len(new), *key, j)]
+            self.order_of = {k: v for k, v in self.order_of.items() if k >= epoch - 1} | {epoch: names}
+        return self.order_of[epoch]
+
+    def open(self, name: str) -> Shard:
+        if name not in self.opened:
+            revision, id = self.where[name]
+            self.opened[name] = self.stream.open_shard(name, revision, id)
+        return self.opened[name]
+
+    def seek(self):
+        """Open the shard at (epoch, shard), roll over where it is used up, and have the next one fetched."""
+        while True:
+            names = self.order(self.epoch)
+            if self.shard >= len(names):
+                self.epoch, self.shard, self.pos = self.epoch + 1, 0, 0
+                continue
+            name = names[self.shard]
+            shard = self.open(name)
+            n = self.held.get(name, shard.n)
+            if self.pos < n:
+                break
+            self.shard, self.pos = self.shard + 1, 0
+        self.ready = (
+            self.epoch,
+            self.shard,
+            shard,
+            permutation(n, self.stream.seed, self.name, self.epoch, name),
+        )
+        following = names[self.shard + 1 : self.shard + 2] or self.order(self.epoch + 1)[:1]
+        for other in [o for o in self.opened if o != name]:
+            del self.opened[other]
+            if other not in following:
+                self.stream.source.release(other)
+        if following != [name]:
+            self.stream.prefetch(following[0], *self.where[following[0]])
+
+    def next(self) -> tuple[Shard, int]:
+        """The next sample: (shard, sample in it)."""
+        ready = self.ready
+        if ready is None or self.pos >= len(ready[3]) or ready[0] != self.epoch or ready[1] != self.shard:
+            self.seek()
+            ready = self.ready
+        self.pos += 1
+        self.drawn += 1
+        return ready[2], int(ready[3][self.pos - 1])
+
+    def hold_out(self, found: dict, revision, wanted: int):
+        """Fix the validation rows: of the shards named val*, else the last rows of the first shards, never more than
+        a tenth of one. Admit the rest."""
+        named = sorted(n for n in found if is_val(n))
+        train = sorted(n for n in found if not is_val(n))
+        if not train:
+            raise DataError(f"domain {self.name}: all its shards are named val*: nothing to train on")
+        for name in named or train:
+            shard = self.stream.open_shard(name, revision, found[name])
+            most = shard.n if named else max(shard.n // 10, min(1, shard.n - 1))
+            count = min(most, wanted - sum(v[4] for v in self.val))
+            if count:
+                self.val.append([name, found[name], revision, 0 if named else shard.n - count, count])
+            if sum(v[4] for v in self.val) >= wanted:
+                break
+        held = sum(v[4] for v in self.val)
+        if not held:
+            raise DataError(
+                f"domain {self.name}: its shards hold one sample of {self.stream.T} tokens each, so none can be held "
+                "out for validation: set a smaller max_len, or add data"
+            )
+        if held < wanted:
+            self.stream.log(f"data: {self.name} has only {held} of val_rows={wanted} rows to hold out")
+        self.admitted = [[0, revision, [[n, found[n]] for n in train]]]
+        self.changed()
+
+    def val_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The held-out samples (x, y), read once. Of a whole val shard, samples spread evenly over it."""
+        if self.rows is None:
+            rows = []
+            for name, id, revision, first, count in self.val:
+                shard = self.stream.open_shard(name, revision, id)
+                spread = name not in self.where
+                for i in range(count):
+                    x, y = np.empty(shard.T, np.int64), np.empty(shard.T, np.int64)
+                    shard.read(i * shard.n // count if spread else first + i, x, y)
+                    rows.append((x, y))
+            # evaluations that read fewer rows still see all of them spread
+            self.rows = [rows[i] for i in permutation(len(rows), "validation", self.name)]
+        return self.rows
+
+
+class Stream:
+    """The run's batches. Calls marked "agreed" are made by every rank at the same point."""
+
+    def __init__(self, source, settings, agree, log=print, state: dict | None = None):
+        self.source, self.agree, self.log = source, agree, log
+        self.T, self.seed, self.refresh_every = settings.max_len, settings.seed, settings.shard_refresh_steps
+        self.domains = check_domains(settings.domains)
+        self.weights = check_weights(settings.domain_weights or [1] * len(self.domains), self.domains)
+        self.pattern = weighted_pattern(self.weights)
+        self.allow, self.g, self.dropped, self.listing = set(settings.allow_change), 0, {}, None
+        start = self.leader("data", lambda: self.survey(listed=state is None))
+        self.metadata = start["metadata"]
+        self.vocab_size = check_metadata(self.metadata, settings, source)
+        self.tokenizer = self.agreed("tokenizer", lambda: open_tokenizer(self.metadata, source, log))
+        self.cursors = [Domain(self, d) for d in self.domains]
+        self.wanted_val = settings.val_rows
+        if state is not None:
+            self.load_state(state)
+            return
+
+        def begin():
+            for cursor in self.cursors:
+                cursor.hold_out(start["found"][cursor.name], start["revision"], settings.val_rows)
+
+        self.agreed("data", begin)
+        self.describe(start["found"], settings)
+
+    # --- agreement -----------------------------------------------------------------------------------------
+    def agreed(self, what: str, make):
+        """make() on every rank; if it fails anywhere, all ranks stop."""
+        problem = result = None
+        try:
+            result = make()
+        except Exception as e:
+            problem = e
+        self.agree.verdict(problem, what)
+        return result
+
+    def leader(self, what: str, make):
+        """make() on rank 0, its result everywhere."""
+        return self.agree.broadcast(self.agreed(what, make if self.agree.rank == 0 else lambda: None))
+
+    def survey(self, listed: bool) -> dict:
+        """What the source holds now."""
+        found = {}
+        if listed:
+            for domain in self.domains:
+                found[domain] = self.source.list(domain)
+                if not found[domain]:
+                    raise DataError(f"{self.source}: domain {domain} holds no .npy shard; set domains")
+                for name in found[domain]:
+                    check_name(name, domain)
+        return {"metadata": self.source.metadata(), "revision": self.source.revision, "found": found}
+
+    def describe(self, found: dict, settings):
+        """Log what was found, and how often the run will see it where the number of tokens is known."""
+        total = settings.steps * settings.tokens_per_step
+        for cursor, weight in zip(self.cursors, self.weights, strict=True):
+            about = (self.metadata or {}).get("domains", {}).get(cursor.name, {})
+            text = f"data: {cursor.name}: {len(found[cursor.name])} shards"
+            if isinstance(about, dict) and about.get("tokens"):
+                share = total * weight / sum(self.weights)
+                text += f", {about['tokens'] / 1e6:.2f} M tokens; this run reads {share / 1e6:.2f} M of them"
+                text += f": {share / about['tokens']:.2f} epochs"
+            self.log(text + f"; {sum(v[4] for v in cursor.val)} rows held out")
+
+    # --- shards --------------------------------------------------------------------------------------------
+    def open_shard(self, name: str, revision, id) -> Shard:
+        shard = Shard(self.source.fetch(name, revision, id), name, self.T, self.vocab_size)
+        if shard.wasted and name not in self.dropped and shard.wasted > shard.tokens // 100:
+            self.log(
+                f"data: {name}: the last {shard.wasted} of {shard.tokens} tokens fill no sample of {self.T}"
+            )
+        self.dropped[name] = shard.wasted
+        return shard
+
+    def prefetch(self, name: str, revision, id):
+        """Have the next shard at hand before it is needed. A failure is met again, and raised, when it is."""
+
+        def work():
+            try:
+                self.source.fetch(name, revision, id)
+            except Exception as e:
+                self.log(f"data: {name} could not be fetched ahead, trying again when it is needed: {e}")
+
+        threading.Thread(target=work, daemon=True, name=f"prefetch {name}").start()
+
+    # --- batches -------------------------------------------------------------------------------------------
+    def next_batch(self, n: int) -> Batch:
+        """This rank's rows [r*n/W, (r+1)*n/W) of the next n samples of the run. If it raises, nothing was drawn."""
+        world = self.agree.world
+        if n < 1 or n % world:
+            raise DataError(f"a batch of {n} sequences is not a multiple of {world} ranks")
+        before = (self.g, [(c.epoch, c.shard, c.pos, c.drawn) for c in self.cursors])
+        try:
+            return self.draw(n, self.agree.rank * n // world, (self.agree.rank + 1) * n // world)
+        except BaseException:
+            self.rewind(before)
+            raise
+
+    def draw(self, n: int, low: int, high: int) -> Batch:
+        x, y = np.empty((high - low, self.T), np.int64), np.empty((high - low, self.T), np.int64)
+        domain = np.empty(high - low, np.int64)
+        for i in range(n):
+            d = self.pattern[(self.g + i) % len(self.pattern)]
+            shard, sample = self.cursors[d].next()
+            if low <= i < high:
+                shard.read(sample, x[i - low], y[i - low])
+                domain[i - low] = d
+        self.g += n
+        ids = list(range(self.g - n + low, self.g - n + high))
+        return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(domain), ids)
+
+    def rewind(self, before):
+        self.g = before[0]
+        for cursor, place in zip(self.cursors, before[1], strict=True):
+            cursor.epoch, cursor.shard, cursor.pos, cursor.drawn = place
+
+    def val_batches(self, rows_per_domain: int, batch_rows: int):
+        """The held-out rows, `batch_rows` per rank and batch: the same rows at any world size, the same number of
+        batches on each rank. What is missing in the last one is filled with rows that have no target."""
+        rows = [
+            (d, *cursor.val_rows()[i])
+            for i in range(rows_per_domain)
+            for d, cursor in enumerate(self.cursors)
+            if i < len(cursor.val_rows())
+        ]
+        for first in range(0, len(rows), batch_rows * self.agree.world):
+            start = first + self.agree.rank * batch_rows
+            x = np.zeros((batch_rows, self.T), np.int64)
+            y, domain = np.full_like(x, -1), np.zeros(batch_rows, np.int64)
+            ids = [-1] * batch_rows
+            for i, (d, row_x, row_y) in enumerate(rows[start : start + batch_rows]):
+                x[i], y[i], domain[i], ids[i] = row_x, row_y, d, start + i
+            yield Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(domain), ids)
+
+    # --- new shards ----------------------------------------------------------------------------------------
+    def refresh(self, step: int) -> dict:
+        """Agreed, at the top of every step. Every shard_refresh_steps all ranks admit the shards that have appeared;
+        rank 0 lists them in the background, begun a tenth of an interval before. Returns {domain: new names}."""
+        every = self.refresh_every
+        if not every or step <= 0:
+            return {}
+        if self.agree.rank == 0 and self.listing is None and -step % every <= max(1, every // 10):
+            self.listing = Listing(self)
+        if step % every:
+            return {}
+        found, problem = None, None
+        if self.agree.rank == 0:
+            if self.listing.wait(LISTING_WAIT):
+                found, problem, self.listing = self.listing.found, self.listing.problem, None
+            else:
+                problem = f"not finished after {LISTING_WAIT:.0f} s, looked at again later"
+        if problem:
+            self.log(f"data: listing failed, the known shards are kept: {problem}")
+        found = self.agree.broadcast({"found": found})["found"]
+        return self.admit(found) if found else {}
+
+    def admit(self, survey: dict) -> dict:
+        added = {}
+        for cursor in self.cursors:
+            found = survey["found"].get(cursor.name, {})
+            contents = {id for _, id in cursor.where.values() if id} | {v[1] for v in cursor.val}
+            new = [n for n in sorted(found) if n not in cursor.where and not is_val(n)]
+            new = [n for n in new if found[n] is None or found[n] not in contents]  # a rename is not new data
+            gone = [n for n in cursor.where if n not in found]
+            other = [n for n in cursor.where if n in found and found[n] != cursor.where[n][1]]
+            if gone or other:
+                self.log(
+                    f"data: {cursor.name}: of the admitted shards {len(gone)} left the source and {len(other)} were "
+                    f"replaced, e.g. {(gone + other)[0]}; the run keeps to what it admitted"
+                )
+            if new:
+                cursor.admitted.append([cursor.epoch, survey["revision"], [[n, found[n]] for n in new]])
+                place = cursor.ready, cursor.rows
+                cursor.changed()
+                cursor.ready, cursor.rows = place
+                added[cursor.name] = new
+                self.log(f"data: {cursor.name}: {len(new)} new shards, e.g. {new[0]}")
+        return added
+
+    # --- counts --------------------------------------------------------------------------------------------
+    def epochs(self) -> dict:
+        """{domain: epochs begun, as a fraction; shards count alike, whatever their size}"""
+        out = {}
+        for cursor in self.cursors:
+            shards = len(cursor.order(cursor.epoch)) or 1
+            inside = cursor.pos / len(cursor.ready[3]) if cursor.ready else 0.0
+            out[cursor.name] = cursor.epoch + min(1.0, (cursor.shard + inside) / shards)
+        return out
+
+    def tokens(self) -> dict:
+        """{domain: input tokens drawn by all ranks}"""
+        return {c.name: c.drawn * self.T for c in self.cursors}
+
+    def wasted(self) -> int:
+        """Tokens that fill no sample, in the shards opened so far."""
+        return sum(self.dropped.values())
+
+    # --- state ---------------------------------------------------------------------------------------------
+    def state(self) -> dict:
+        """JSON: the same on every rank. Grows with the number of admitted shards (about 100 bytes each)."""
+        state = {
+            "version": STATE_VERSION, "seed": self.seed, "seq_len": self.T, "vocab_size": self.vocab_size,
+            "weights": list(self.weights), "samples": self.g,
+            "domains": {
+                c.name: {
+                    "epoch": c.epoch, "shard": c.shard, "pos": c.pos, "drawn": c.drawn,
+                    "admitted": json.loads(json.dumps(c.admitted)), "val": json.loads(json.dumps(c.val)),
+                }
+                for c in self.cursors
+            },
+        }  # fmt: skip
+        return state | {"digest": state_digest(state)}
+
+    def load_state(self, state: dict):
+        """Agreed: go on where `state` was taken, on any number of ranks. DataError if it is another run's order."""
+        self.agreed("data state", lambda: self.take_state(state))
+
+    def take_state(self, state: dict):
+        try:
+            whole = state["digest"] == state_digest({k: v for k, v in state.items() if k != "digest"})
+            version = state["version"]
+        except (KeyError, TypeError, AttributeError):
+            raise DataError("the checkpoint's data state is not one of Nova's") from None
+        if version != STATE_VERSION:
+            raise DataError(
+                f"the checkpoint's data state has version {version}, this code reads {STATE_VERSION}"
+            )
+        if not whole:
+            raise DataError("the checkpoint's data state was edited or damaged: use another checkpoint")
+        for key, name, now in (
+            ("seed", "seed", self.seed),
+            ("seq_len", "max_len", self.T),
+            ("vocab_size", "vocab_size", self.vocab_size),
+        ):
+            if state[key] != now:
+                raise DataError(
+                    f"the checkpoint's data was read with {name}={state[key]}, this run has {now}: the order would "
+                    "differ; set it back, or start a new run"
+                )
+        saved = state["domains"]
+        if list(saved) != self.domains and "domains" not in self.allow:
+            raise DataError(
+                f"the checkpoint has domains {list(saved)}, this run {self.domains}: set them back, or allow it with "
+                "--allow_change=domains"
+            )
+        if state["weights"] != self.weights and not self.allow & {"domains", "domain_weights"}:
+            raise DataError(
+                f"the checkpoint has domain_weights {state['weights']}, this run {self.weights}: set them back, or "
+                "allow it with --allow_change=domain_weights"
+            )
+        for cursor in self.cursors:
+            if cursor.name not in saved:
+                if not cursor.admitted:
+                    cursor.hold_out(self.source.list(cursor.name), self.source.revision, self.wanted_val)
+                cursor.epoch = cursor.shard = cursor.pos = cursor.drawn = 0
+                continue
+            place = saved[cursor.name]
+            for name in [n for _, _, group in place["admitted"] for n, _ in group] + [
+                v[0] for v in place["val"]
+            ]:
+                check_name(name, cursor.name)
+            cursor.epoch, cursor.shard = place["epoch"], place["shard"]
+            cursor.pos, cursor.drawn = place["pos"], place["drawn"]
+            cursor.admitted, cursor.val = (json.loads(json.dumps(place[k])) for k in ("admitted", "val"))
+            cursor.opened = {}
+            cursor.changed()
+        self.g = state["samples"]
+
+
+class Listing(threading.Thread):
+    """One look at the source, behind the training."""
+
+    def __init__(self, stream: Stream):
+        super().__init__(daemon=True, name="listing")
+        self.stream, self.found, self.problem = stream, None, None
+        self.start()
+
+    def run(self):
+        try:
+            if hasattr(self.stream.source, "pin"):
+                self.stream.source.pin()
+            self.found = self.stream.survey(listed=True)
+        except Exception as e:
+            self.problem = e
+
+    def wait(self, seconds: float) -> bool:
+        self.join(seconds)
+        return not self.is_alive()
+
+
+def state_digest(state: dict) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def weighted_pattern(weights: list[int]) -> list[int]:
+    """Domains in turn, weights[d] times each per sum(weights), spread evenly (smooth weighted round robin)."""
+    pattern, credit, total = [], [0] * len(weights), sum(weights)
+    for _ in range(total):
+        credit = [c + w for c, w in zip(credit, weights, strict=True)]
+        d = max(range(len(weights)), key=credit.__getitem__)
+        credit[d] -= total
+        pattern.append(d)
+    return pattern
+
+
+def open_stream(settings, agree, log=print, state: dict | None = None) -> Stream:
+    """The stream of settings.data: "python", a folder, or a Hub dataset repo. With the `state` of a checkpoint at hand
+    nothing is listed: what was admitted then is what is read."""
+    return Stream(open_source(settings, agree, log), settings, agree, log, state)
+
+
+def open_source(settings, agree, log):
+    where = settings.data
+    if where is None:
+        raise settings.error("data", 'say where the text is: "python", a folder, or a Hub dataset repo')
+    folder = os.path.expanduser(where)
+    if where == "python":
+        import corpus
+
+        return FolderSource(corpus.python_corpus(os.path.expanduser(settings.cache_dir), agree, log))
+    if os.path.isdir(folder):
+        return FolderSource(folder)
+    if os.path.exists(folder):
+        raise DataError(f"data={where!r}: is a file: name the folder that holds data/ and metadata.json")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", where):
+        raise DataError(
+            f"data={where!r}: no such folder, and not the name of a Hub dataset repo (owner/name)"
+        )
+    import hub
+
+    cache = os.path.join(os.path.expanduser(settings.cache_dir), "hub")
+
+    def make(revision):
+        return hub.HubSource(where, cache, revision, settings.cache_gb, settings.hub_patience, log)
+
+    problem = source = None
+    try:
+        source = make(settings.data_revision) if agree.rank == 0 else None
+    except Exception as e:
+        problem = e
+    agree.verdict(problem, "data")
+    revision = agree.broadcast(source.revision if source else None)  # the branch may move between two looks
+    return source or make(revision)
+
+
+def bigram_baseline(stream: Stream, tokens: float = 4e6, rows_per_domain: int = 64) -> float:
+    """Loss, nats per token, of an add-one-smoothed bigram table on the held-out rows: what a model must beat to have
+    learnt more than pairs. Counted on about `tokens` training tokens; the stream is left where it was."""
+    V = stream.vocab_size
+    if V > 4096:
+        raise DataError(f"a bigram table of {V} x {V} is too large: the baseline is for byte vocabularies")
+    counts = np.ones((V, V))
+    before = (stream.g, [(c.epoch, c.shard, c.pos, c.drawn) for c in stream.cursors])
+    for _ in range(max(1, math.ceil(tokens / (64 * stream.T)))):
+        batch = stream.draw(64, 0, 64)
+        x, y = batch.x.numpy().ravel(), batch.y.numpy().ravel()
+        counts += np.bincount((x * V + y)[y >= 0], minlength=V * V).reshape(V, V)
+    stream.rewind(before)
+    nats, n = 0.0, 0
+    for cursor in stream.cursors:
+        for x, y in cursor.val_rows()[:rows_per_domain]:
+            x, y = x[y >= 0], y[y >= 0]
+            nats -= np.log(counts[x, y] / counts.sum(1)[x]).sum()
+            n += len(y)
+    return float(nats / n)
+
+
+if __name__ == "__main__":
+    import pack
+
+    sys.exit(pack.main(sys.argv[1:]))
