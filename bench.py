@@ -1,0 +1,659 @@
+"""Nova against what people would use instead, on the same machine, in the same run.
+
+    python bench.py                            # every case below but quality; some minutes
+    python bench.py train muon                 # some cases
+    python bench.py quality --text FILE        # loss against tokens and seconds; a character vocabulary, 90/10 split
+    python bench.py --gpu                      # one H200, at most 8 minutes: bench_gpu.py
+    python bench.py --check                    # ratios and counts against tests/bench_baseline.json, under a minute
+
+    train       an optimizer step, tokens/s          loss        chunked against whole logits: time, peak bytes
+    muon        one and two processes                data        tokens/s of the loader
+    checkpoint  pause of a save, bytes/s             startup     command to first step, import times
+    scale       cost against layers, width, context, batch, ranks, with the exponent that it should have
+
+The one rule: contenders take turns inside one process, in an order that reverses every round, so that a busy machine
+slows them alike. A row compares medians over the rounds; its ratio is the median of the rounds' ratios, above 1 where
+Nova is ahead; `spread` is the 10-90 % range of those ratios over their median. Where the ratio is within its spread of 1
+the row says `inconclusive`, whatever the medians say. One row a line, `bench CASE OURS=… PEER=… ratio=…`, or JSON lines.
+The peers are in peers.py.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import peers
+from bench_tools import (
+    SIZES,
+    Alone,
+    NovaTrainer,
+    Report,
+    Row,
+    batch_of,
+    compare,
+    environment,
+    matmul_peak,
+    measure,
+    mesh,
+    nova_settings,
+    on_ranks,
+    peak_bytes,
+    quiet,
+    spread,
+)  # fmt: skip
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+BASELINE = os.path.join(HERE, "tests", "bench_baseline.json")
+TOLERANCE = 0.25  # of --check
+
+# --- train --------------------------------------------------------------------------------------------------
+
+
+def contenders(size: dict, compiled: bool, attention: str) -> dict:
+    """{name: trainer} at equal parameters; names say the arithmetic of the matmuls."""
+    s = size
+    sizes = (s["vocab"], s["d"], s["layers"], s["heads"])
+    seed_sizes = (*sizes, max(1, s["heads"] // 2), 3 * s["d"], s["context"])
+    torch.manual_seed(0)
+    made = {
+        "nova": NovaTrainer(nova_settings(s, attention=attention)),
+        "nova-fp32": NovaTrainer(nova_settings(s, attention=attention), sharded=False),
+    }
+    if compiled:
+        made["nova-compiled"] = NovaTrainer(nova_settings(s, attention=attention, use_compile=True))
+    for dtype in ("fp32", "bf16"):
+        made[f"nanogpt-{dtype}"] = peers.nanogpt(*sizes, s["context"], bf16=dtype == "bf16")
+        made[f"seed-{dtype}"] = peers.seed(*seed_sizes, bf16=dtype == "bf16")
+        made[f"encoder-{dtype}"] = peers.encoder(*sizes, s["context"], bf16=dtype == "bf16")
+    return made
+
+
+def case_train(report: Report, options):
+    """Tokens/s of a full optimizer step: k times forward and backward, then clip and update, each timed in turns."""
+    for name in options.sizes:
+        size = SIZES[name]
+        x, y = batch_of(size)
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            peak = matmul_peak(torch.bfloat16)
+            trainers = contenders(size, options.compile, options.attention)
+            steps = {}
+            for contender, trainer in trainers.items():
+                steps[contender, "micro"] = partial(trainer.micro, x, y)
+                steps[contender, "update"] = partial(trainer.update, 0.01)
+            times = measure(steps, options.rounds)
+            for contender, trainer in trainers.items():
+                parts = [statistics.median(times[contender, p]) for p in ("micro", "update")]
+                report.fact(
+                    f"train/{name}/{threads}t", contender=contender, micro_ms=1e3 * parts[0], update_ms=1e3 * parts[1],
+                    parameters=sum(p.numel() for p in trainer.model.parameters()),
+                    mfu_of_bf16_matmul=trainers["nova"].flops * x.numel() / parts[0] / peak,
+                    peak_MiB=peak_bytes(steps[contender, "micro"]) / 2**20,
+                )  # fmt: skip
+            for k in size["accumulate"]:
+                step = {
+                    c: [k * m + u for m, u in zip(times[c, "micro"], times[c, "update"], strict=True)]
+                    for c in trainers
+                }
+                for ours in (n for n in trainers if n.startswith("nova")):
+                    for peer in (n for n in trainers if not n.startswith("nova")):
+                        if ours == "nova-fp32" and not peer.endswith("fp32"):
+                            continue
+                        case = f"train/{name}/{threads}t/{k * x.numel()}"
+                        report.row(compare(case, step, ours, peer, k * x.numel(), "tok/s"))
+    torch.set_num_threads(1)
+
+
+# --- quality ------------------------------------------------------------------------------------------------
+
+
+def characters(path: str):
+    """(train ids, validation ids, vocabulary) of a text file, nanoGPT's way: sorted characters, the last tenth held out."""
+    with open(path, encoding="utf-8") as f:
+        text = f.read()
+    alphabet = {c: i for i, c in enumerate(sorted(set(text)))}
+    ids = torch.tensor([alphabet[c] for c in text])
+    cut = int(0.9 * len(ids))
+    return ids[:cut], ids[cut:], len(alphabet)
+
+
+def windows(ids, n: int, context: int, generator):
+    """n random windows x, y (n, context)."""
+    starts = torch.randint(len(ids) - context, (n, 1), generator=generator)
+    rows = ids[starts + torch.arange(context + 1)]
+    return rows[:, :-1], rows[:, 1:].contiguous()
+
+
+def case_quality(report: Report, options):
+    """Nova against nanoGPT's recipe: the same batches, parameters and number of tokens; seconds are of training alone."""
+    import schedule
+
+    if not options.text:
+        return report.fact("quality", skipped="give a text: bench.py quality --text FILE")
+    size = dict(SIZES[options.sizes[0]])
+    train, validation, size["vocab"] = characters(options.text)
+    steps, chunk = options.steps, max(1, options.steps // 20)
+    finals, reached, tokens = {"nova": [], "nanogpt": []}, [], size["batch"] * size["context"]
+    for seed in range(options.seeds):
+        torch.manual_seed(seed)
+        settings = nova_settings(
+            size, seed=seed, total_steps=steps, warmup_steps=min(100, steps // 10), attention=options.attention,
+            muon_lr=options.muon_lr, lr=options.lr,
+        )  # fmt: skip
+        gpt = peers.nanogpt(size["vocab"], size["d"], size["layers"], size["heads"], size["context"])
+        trainers = {
+            "nova": NovaTrainer(settings, sharded=options.precision == "bf16"),
+            "nanogpt": gpt,
+        }
+        horizon = schedule.first_horizon(settings)
+        held_out = windows(validation, 400, size["context"], torch.Generator().manual_seed(1234))
+        seconds = dict.fromkeys(trainers, 0.0)
+        curve = {name: [(0, 0.0, t.evaluate(*held_out))] for name, t in trainers.items()}
+        for start in range(0, steps, chunk):
+            for name in trainers if start // chunk % 2 == 0 else reversed(trainers):
+                trainer, begin = trainers[name], time.perf_counter()
+                for step in range(start, min(steps, start + chunk)):
+                    generator = torch.Generator().manual_seed(10**6 * seed + step)
+                    trainer.micro(*windows(train, size["batch"], size["context"], generator))
+                    if name == "nova":
+                        muon_lr, _, momentum = schedule.rates(step, settings, horizon)
+                        trainer.update(muon_lr / settings.muon_lr, momentum)
+                    else:
+                        trainer.update(peers.gpt_schedule(step, steps, min(100, steps // 10)))
+                seconds[name] += time.perf_counter() - begin
+                curve[name].append((step + 1, seconds[name], trainer.evaluate(*held_out)))
+            nova, other = curve["nova"][-1], curve["nanogpt"][-1]
+            report.fact(
+                "quality/curve", seed=seed, step=nova[0], tokens=nova[0] * tokens, nova_loss=nova[2], nova_s=nova[1],
+                nanogpt_loss=other[2], nanogpt_s=other[1],
+            )  # fmt: skip
+        for name in finals:
+            finals[name].append(curve[name][-1][2])
+        when = next((t for _, t, loss in curve["nova"] if loss <= curve["nanogpt"][-1][2]), math.inf)
+        reached.append((when, curve["nanogpt"][-1][1]))
+    ratios = [b / a for a, b in zip(finals["nova"], finals["nanogpt"], strict=True)]
+    row = Row(
+        "quality/final", ("nova", statistics.mean(finals["nova"])), ("nanogpt", statistics.mean(finals["nanogpt"])),
+        "nats", statistics.median(ratios), spread(ratios), len(ratios), {"tokens": steps * tokens},
+    )  # fmt: skip
+    report.row(row)
+    ratios = [peer / ours for ours, peer in reached]
+    row = Row(
+        "quality/time-to-loss", ("nova", statistics.median(r[0] for r in reached)),
+        ("nanogpt", statistics.median(r[1] for r in reached)), "s", statistics.median(ratios), spread(ratios),
+        len(ratios), {"share_of_peer": 1 / statistics.median(ratios), "to_within_steps": chunk},
+    )  # fmt: skip
+    report.row(row)
+
+
+# --- loss ---------------------------------------------------------------------------------------------------
+
+
+def loss_pair(tokens: int, d: int, vocab: int, chunk: int):
+    """{"chunked": Nova's loss, "whole": the same loss with whole logits}, each forward and backward on bf16 inputs."""
+    from model import SoftcapCrossEntropy
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, d, generator=generator).bfloat16().requires_grad_()
+    weight = (0.02 * torch.randn(vocab, d, generator=generator)).bfloat16().requires_grad_()
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+
+    def chunked():
+        x.grad = weight.grad = None
+        SoftcapCrossEntropy.apply(x, weight, targets, vocab, 50.0, 0.0, chunk)[0].backward()
+
+    def whole():
+        x.grad = weight.grad = None
+        logits = torch.nn.functional.linear(x, weight).float()
+        logits = 50.0 * torch.tanh(logits / 50.0)
+        torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
+
+    return {"chunked": chunked, "whole": whole}
+
+
+def case_loss(report: Report, options):
+    """The loss head: time, and the peak of live bytes above its inputs."""
+    tokens, d, vocab = (64, 32, 512) if options.tiny else (2048, 256, 65536)
+    for chunk in (16, 32) if options.tiny else (128, 256, 512, 2048):
+        pair = loss_pair(tokens, d, vocab, chunk)
+        peak = {name: peak_bytes(f) / 2**20 for name, f in pair.items()}
+        times = measure(pair, options.rounds, 0)
+        report.row(compare(
+            f"loss/chunk{chunk}", times, "chunked", "whole", 0, "s", peak_MiB=peak["chunked"],
+            whole_peak_MiB=peak["whole"], memory_share=peak["chunked"] / peak["whole"],
+        ))  # fmt: skip
+
+
+# --- muon ---------------------------------------------------------------------------------------------------
+
+
+def matrices(n: int, rows: int, columns: int):
+    """n parameters (rows, columns) with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.nn.Parameter(torch.randn(rows, columns, generator=generator)) for _ in range(n)]
+    for p in made:
+        p.grad = torch.randn(rows, columns, generator=generator)
+    return made
+
+
+def muon_pair(n: int, rows: int, columns: int):
+    """Optimizer steps over one list of matrices: Nova's Muon, torch's, the seed's."""
+    import muon
+
+    ours = muon.Muon([(f"m{i}", p) for i, p in enumerate(matrices(n, rows, columns))])
+    theirs = torch.optim.Muon(matrices(n, rows, columns), adjust_lr_fn="match_rms_adamw")
+    return {
+        "nova": ours.step,
+        "torch.optim.Muon": theirs.step,
+        "seed": peers.SeedMuon(matrices(n, rows, columns)).step,
+    }
+
+
+def muon_on_ranks(rank, world, shapes, rounds):
+    """On every rank: seconds of a step of sharded Muon, and of every rank repeating all matrices."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import muon
+
+    grid = mesh()
+
+    def sharded():
+        made = []
+        for p in matrices(*shapes):
+            made.append(torch.nn.Parameter(distribute_tensor(p.data, grid, [Shard(0)])))
+            made[-1].grad = distribute_tensor(p.grad, grid, [Shard(0)])
+        return made
+
+    ours = muon.Muon([(f"m{i}", p) for i, p in enumerate(sharded())])
+    repeat = peers.RepeatMuon(sharded(), muon.orthogonalize)
+    return measure({"nova": ours.step, "repeat": repeat.step}, rounds, 0, dist.barrier)
+
+
+def case_muon(report: Report, options):
+    """One process against torch.optim.Muon; two processes against every rank repeating the work."""
+    lists = [(4, 16, 32)] if options.tiny else [(24, 256, 1024), (192, 32, 128), (12, 1024, 1024)]
+    for n, rows, columns in lists:
+        times = measure(muon_pair(n, rows, columns), options.rounds)
+        for peer in ("torch.optim.Muon", "seed"):
+            report.row(compare(f"muon/{n}x{rows}x{columns}", times, "nova", peer, 0, "s"))
+    for n, rows, columns in (
+        lists[:1] if options.tiny else [(16, 256, 896), (24, 256, 1024), (12, 1024, 1024)]
+    ):
+        ranks = on_ranks(muon_on_ranks, 2, 300, shapes=(n, rows, columns), rounds=options.rounds)
+        slowest = {k: [max(pair) for pair in zip(*(r[k] for r in ranks), strict=True)] for k in ranks[0]}
+        report.row(compare(f"muon/2ranks/{n}x{rows}x{columns}", slowest, "nova", "repeat", 0, "s"))
+
+
+# --- data ---------------------------------------------------------------------------------------------------
+
+
+def write_shards(folder: str, shards: int, rows: int, context: int) -> list[str]:
+    """One domain of uint16 shards (rows, context), its metadata, and the same ids as one .bin; paths of the shards."""
+    home, rng = os.path.join(folder, "data", "text"), np.random.default_rng(0)
+    os.makedirs(home)
+    with open(os.path.join(folder, "metadata.json"), "w") as f:
+        json.dump({"vocab_size": 50304}, f)
+    paths = [os.path.join(home, f"shard-{i:04d}.npy") for i in range(shards)]
+    with open(os.path.join(folder, "all.bin"), "wb") as whole:
+        for path in paths:
+            ids = rng.integers(0, 50304, (rows, context), dtype=np.uint16)
+            np.save(path, ids)
+            ids.tofile(whole)
+    return paths
+
+
+def case_data(report: Report, options):
+    """Tokens/s of one process's loader, files in the page cache, and what 10,000 batches add to its memory."""
+    import data
+
+    shards, rows, context, batch = (2, 64, 32, 4) if options.tiny else (8, 2048, 2048, 6)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = write_shards(folder, shards, rows, context)
+        settings = nova_settings(
+            dict(SIZES["tiny"], vocab=50304, context=context, batch=batch), data=folder, domains=["text"], val_rows=4,
+            eval_rows=4, final_eval_rows=4,
+        )  # fmt: skip
+        stream = data.open_stream(settings, Alone(), log=quiet)
+        loaders = {
+            "nova": lambda: stream.next_batch(batch),
+            "nanogpt-get_batch": peers.window_loader(os.path.join(folder, "all.bin"), batch, context),
+            "torch-DataLoader": peers.torch_loader(paths, batch),
+        }
+        times = measure(loaders, options.rounds, 0.02 if options.tiny else 0.5)
+        for peer in list(loaders)[1:]:
+            report.row(compare("data/loader", times, "nova", peer, batch * context, "tok/s"))
+        before = resident()
+        for _ in range(50 if options.tiny else 10_000):
+            stream.next_batch(batch)
+        report.fact(
+            "data/memory", batches=50 if options.tiny else 10_000, grown_MiB=(resident() - before) / 2**20
+        )
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- checkpoint ---------------------------------------------------------------------------------------------
+
+
+def case_checkpoint(report: Report, options):
+    """How long a save keeps training waiting, and how fast it writes, against torch.save of the same tensors."""
+    import checkpoint
+    import muon
+
+    trainer = NovaTrainer(nova_settings(SIZES["tiny" if options.tiny else "12M"]))
+    state, _ = muon.optimizer_state(trainer.model, trainer.optimizers)
+    shared = {**{f"model.{n}": p.detach() for n, p in trainer.model.named_parameters()}, **state}
+    size = sum(t.numel() * t.element_size() for t in shared.values())
+    folder = tempfile.mkdtemp(prefix="bench-checkpoint-")
+    saves = checkpoint.Checkpoints(os.path.join(folder, "nova"), "bench", Alone(), keep=1, log=quiet)
+    pauses, walls, step = [], [], 0
+
+    def ours():
+        nonlocal step
+        step += 1
+        begin = time.perf_counter()
+        saves.save(step, "latest", shared, {}, {"step": step})
+        pauses.append(time.perf_counter() - begin)
+        saves.wait()
+        walls.append(time.perf_counter() - begin)
+
+    def plain():
+        whole = {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in shared.items()}
+        with open(os.path.join(folder, "plain.pt"), "wb") as f:
+            torch.save(whole, f)
+            f.flush()
+            os.fsync(f.fileno())
+
+    times = measure({"nova": ours, "torch.save": plain}, options.rounds, 0)
+    n, disk = options.rounds, {"MiB": size / 2**20}
+    pause = {"nova-pause": pauses[-n:], "torch.save": times["torch.save"]}
+    report.row(compare("checkpoint/pause", pause, "nova-pause", "torch.save", 0, "s", **disk))
+    written = {"nova": walls[-n:], "torch.save": times["torch.save"]}
+    report.row(compare("checkpoint/write", written, "nova", "torch.save", size / 1e6, "MB/s", **disk))
+    saves.close()
+    shutil.rmtree(folder)
+
+
+# --- startup ------------------------------------------------------------------------------------------------
+
+IMPORTS = (
+    "numpy",
+    "torch",
+    "torchao.float8",
+    "bitsandbytes",
+    "huggingface_hub",
+    "model",
+    "muon",
+    "data",
+    "checkpoint",
+)
+
+
+def until(pattern: str, command: list[str], deadline: float = 300) -> float:
+    """Seconds until the command prints a line that matches; it is ended there."""
+    start, environ = time.perf_counter(), {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, cwd=HERE, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if re.search(pattern, line):
+                return time.perf_counter() - start
+            if time.perf_counter() - start > deadline:
+                break
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    raise RuntimeError(f"{' '.join(command)} never printed {pattern!r}:\n" + "".join(lines[-20:]))
+
+
+def case_startup(report: Report, options):
+    """Command to the end of the first step, at the same parameters; then what the imports cost, each in its own process."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "out")
+        nova = [
+            sys.executable, "train_nova.py", "config/quickstart.py", "--max_len=64", "--sequences_per_step=12",
+            "--micro_batch=12", "--total_steps=3", "--warmup_steps=1", "--log_every=1", "--resume=never",
+            f"--out_dir={out}", f"--cache_dir={folder}",
+        ]  # fmt: skip
+        commands = {
+            "nova": partial(until, r"\bstep +1\b", nova),
+            "nanogpt": partial(until, "^step 1 ", [sys.executable, "peers.py"]),
+            "seed-imports": partial(until, "^step 1 ", [sys.executable, "peers.py", "seed"]),
+        }
+        times = measure(commands, options.rounds, 0)
+        for peer in ("nanogpt", "seed-imports"):
+            report.row(compare("startup/first-step", times, "nova", peer, 0, "s"))
+    code = "import {}; print('imported')"
+    imports = {
+        m: partial(until, "^imported", [sys.executable, "-c", code.format(m)]) for m in ("sys", *IMPORTS)
+    }
+    times = measure(imports, min(3, options.rounds), 0)
+    report.fact("startup/imports", **{f"{m}_s": statistics.median(t) for m, t in times.items()})
+
+
+# --- scale --------------------------------------------------------------------------------------------------
+
+
+def ranks_step(rank, world, size, rounds):
+    """Seconds of an optimizer step on `world` ranks, each with its own micro-batch."""
+    trainer = NovaTrainer(nova_settings(size))
+    x, y = batch_of(size, seed=rank)
+
+    def step():
+        trainer.micro(x, y)
+        trainer.update(0.01)
+
+    return measure({"step": step}, rounds, 0, dist.barrier)["step"]
+
+
+def case_scale(report: Report, options):
+    """How cost grows: the exponent of seconds per step between neighbours, beside that of the FLOPs; bytes likewise."""
+    import model
+
+    base = (
+        dict(SIZES["tiny"])
+        if options.tiny
+        else dict(vocab=4096, d=256, layers=4, heads=4, context=256, batch=4)
+    )
+    sweeps = {"layers": (2, 4, 8), "d": (128, 256, 512), "context": (128, 256, 512), "batch": (2, 4, 8)}
+    if options.tiny:
+        sweeps = {"layers": (1, 2)}
+    for axis, values in sweeps.items():
+        trainers, steps = {}, {}
+        for value in values:
+            size = {**base, axis: value}
+            if axis == "d":
+                size["heads"] = value // 64
+            trainers[value] = trainer = NovaTrainer(nova_settings(size))
+            steps[value] = partial(trainer.micro, *batch_of(size))
+        times = measure(steps, options.rounds)
+        rows = []
+        for value, trainer in trainers.items():
+            tokens = (base["batch"] if axis != "batch" else value) * trainer.settings.max_len
+            rows.append((
+                value, statistics.median(times[value]), tokens * model.flops_per_token(trainer.settings, trainer.settings.max_len),
+                peak_bytes(steps[value]), tokens,
+            ))  # fmt: skip
+        for i, (value, seconds, _, peak, tokens) in enumerate(rows):
+            facts = {axis: value, "tok/s": tokens / seconds, "ms": 1e3 * seconds, "peak_MiB": peak / 2**20}
+            if i:
+                names = ("time_exponent", "flops_exponent", "bytes_exponent")
+                log = math.log(value / rows[i - 1][0])
+                facts |= {n: math.log(rows[i][j] / rows[i - 1][j]) / log for j, n in enumerate(names, 1)}
+            report.fact(f"scale/{axis}", **facts)
+    alone = on_ranks(ranks_step, 1, 300, size=base, rounds=options.rounds)[0]
+    both = [max(t) for t in zip(*on_ranks(ranks_step, 2, 300, size=base, rounds=options.rounds), strict=True)]
+    a, b = statistics.median(alone), statistics.median(both)
+    report.fact(
+        "scale/ranks", ranks=2, one_ms=1e3 * a, two_ms=1e3 * b, throughput_exponent=math.log2(2 * a / b),
+        should_be=1.0, cores=os.cpu_count(),
+    )  # fmt: skip
+
+
+# --- check --------------------------------------------------------------------------------------------------
+
+
+def facts_now() -> dict[str, float]:
+    """Counts that depend on the code alone: they may only grow on purpose."""
+    import model
+
+    size = SIZES["12M"]
+    settings = nova_settings(size)
+    trainer = NovaTrainer(nova_settings(SIZES["0.8M"]))
+    x, y = batch_of(SIZES["0.8M"])
+    pair = {name: peak_bytes(f) for name, f in loss_pair(512, 64, 8192, 128).items()}
+    modules = subprocess.run(
+        [sys.executable, "-c", "import sys, train_nova; print(*sys.modules)"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    return {
+        "parameters 12M": model.count_params(settings)["total"],
+        "FLOPs per token 12M": model.flops_per_token(settings, size["context"]),
+        "peak bytes of the chunked loss over the whole one's": pair["chunked"] / pair["whole"],
+        "peak bytes of a step 0.8M": peak_bytes(lambda: trainer.micro(x, y)),
+        "modules imported by train_nova": len(modules),
+        "of them torchao, bitsandbytes, huggingface_hub, sympy": len(
+            {"torchao", "bitsandbytes", "huggingface_hub", "sympy"} & {m.split(".")[0] for m in modules}
+        ),
+    }
+
+
+def ratios_now(rounds: int = 5) -> dict[str, float]:
+    """Ratios that are far from 1 or steady, best of the rounds against best of the rounds; larger is better for Nova."""
+    small = measure({k: v for k, v in muon_pair(96, 32, 128).items() if k != "seed"}, rounds, 0.05)
+    large = measure({k: v for k, v in muon_pair(8, 256, 1024).items() if k != "seed"}, rounds, 0.05)
+    loss = measure(loss_pair(512, 64, 16384, 128), rounds, 0.05)
+    trainers = {
+        k: v
+        for k, v in contenders(SIZES["0.8M"], False, "diff").items()
+        if k in ("nova", "nanogpt-fp32", "seed-bf16")
+    }
+    batch = batch_of(SIZES["0.8M"])
+    train = measure({k: partial(t.micro, *batch) for k, t in trainers.items()}, rounds, 0.05)
+    return {
+        "muon, small matrices, against torch.optim.Muon": min(small["torch.optim.Muon"]) / min(small["nova"]),
+        "muon, large matrices, against torch.optim.Muon": min(large["torch.optim.Muon"]) / min(large["nova"]),
+        "loss, chunked against whole": min(loss["whole"]) / min(loss["chunked"]),
+        "train 0.8M, against nanoGPT fp32": min(train["nanogpt-fp32"]) / min(train["nova"]),
+        "train 0.8M, against the seed bf16": min(train["seed-bf16"]) / min(train["nova"]),
+    }
+
+
+def check_baseline(update: bool) -> int:
+    """0 if no count grew and no ratio fell by more than TOLERANCE; a ratio has three tries, since machines are busy."""
+    facts, ratios = facts_now(), ratios_now()
+    if update:
+        with open(BASELINE, "w") as f:
+            json.dump({"facts": facts, "ratios": {k: round(v, 3) for k, v in ratios.items()}}, f, indent=1)
+            f.write("\n")
+        return 0
+    with open(BASELINE) as f:
+        baseline = json.load(f)
+    for _ in range(2):
+        if not worse({"facts": {}, "ratios": ratios}, baseline):
+            break
+        ratios = {k: max(v, ratios[k]) for k, v in ratios_now().items()}
+    found = worse({"facts": facts, "ratios": ratios}, baseline)
+    for kind, now in (("facts", facts), ("ratios", ratios)):
+        for name, value in now.items():
+            print(f"check {name}: {value:.6g} (baseline {baseline[kind].get(name, math.nan):.6g})")
+    for line in found:
+        print(f"check FAILED: {line}")
+    return 1 if found else 0
+
+
+def worse(now: dict, baseline: dict) -> list[str]:
+    """What got worse by more than TOLERANCE, or has no baseline."""
+    lines = []
+    for kind, sign in (("facts", 1), ("ratios", -1)):
+        for name, value in now[kind].items():
+            stored = baseline[kind].get(name)
+            if stored is None:
+                lines.append(f"{name}: no baseline; python bench.py --check --update")
+            elif (value > stored * (1 + TOLERANCE)) if sign > 0 else (value < stored * (1 - TOLERANCE)):
+                lines.append(f"{name}: {value:.6g}, baseline {stored:.6g}")
+    return lines
+
+
+# --- command line -------------------------------------------------------------------------------------------
+
+CASES = {
+    "train": case_train, "quality": case_quality, "loss": case_loss, "muon": case_muon, "data": case_data,
+    "checkpoint": case_checkpoint, "startup": case_startup, "scale": case_scale,
+}  # fmt: skip
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="case", help=f"{', '.join(CASES)}; none: all but quality")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--gpu", action="store_true", help="the script for one H200, see bench_gpu.py")
+    parser.add_argument("--check", action="store_true", help="compare with the stored baseline; 1 if worse")
+    parser.add_argument("--update", action="store_true", help="with --check: store the baseline anew")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each contender")
+    parser.add_argument("--sizes", nargs="*", choices=list(SIZES), help="train: 0.8M 12M; quality: 0.8M")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="train: CPU threads")
+    parser.add_argument("--attention", default="diff", choices=["diff", "diff_v2", "standard"])
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="train: compiled too"
+    )
+    parser.add_argument("--text", help="quality: a text file")
+    parser.add_argument("--steps", type=int, default=2000, help="quality: optimizer steps")
+    parser.add_argument("--seeds", type=int, default=1, help="quality: repetitions")
+    parser.add_argument(
+        "--precision", default="bf16", choices=["bf16", "fp32"], help="quality: Nova's matmuls"
+    )
+    parser.add_argument("--muon_lr", type=float, default=6e-3, help="quality")
+    parser.add_argument("--lr", type=float, default=3e-3, help="quality: AdamW's rate in Nova")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes: does it run? figures mean nothing")
+    options = parser.parse_args(argv)
+    if unknown := [c for c in options.cases if c not in CASES]:
+        parser.error(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    if not options.gpu:
+        torch.set_num_threads(1)
+    if options.check:
+        return check_baseline(options.update)
+    report = Report(options.json)
+    if options.gpu:
+        import bench_gpu
+
+        return bench_gpu.run(report, options)
+    if not options.tiny:
+        environment(report)
+    sizes = options.sizes
+    for name in options.cases or [c for c in CASES if c != "quality"]:
+        default = ["tiny"] if options.tiny else ["0.8M"] if name == "quality" else ["0.8M", "12M"]
+        options.sizes = sizes or default
+        CASES[name](report, options)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

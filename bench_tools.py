@@ -1,0 +1,304 @@
+"""How bench.py measures: contenders that take turns, rows, Nova as a contender, ranks, peak bytes."""
+
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from settings import Settings, assign, check
+
+# Models of equal parameters: Nova with half as many kv heads and 3 d of SwiGLU has GPT's 12 d^2 a block. `0.8M` is
+# nanoGPT's recipe for a CPU, 768 tokens a step. `accumulate`: micro-batches per optimizer step that rows are made for.
+SIZES = {
+    "tiny": dict(vocab=65, d=32, layers=2, heads=2, context=16, batch=4, accumulate=(1,)),
+    "0.8M": dict(vocab=65, d=128, layers=4, heads=4, context=64, batch=12, accumulate=(1,)),
+    "12M": dict(vocab=4096, d=384, layers=6, heads=6, context=256, batch=8, accumulate=(1, 8)),
+}
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One comparison. `ours`, `peer`: (name, value); ratio > 1 where ours is ahead; `facts`: more figures."""
+
+    case: str
+    ours: tuple[str, float]
+    peer: tuple[str, float]
+    unit: str
+    ratio: float
+    spread: float
+    n: int
+    facts: dict = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        if not math.isfinite(self.ratio):
+            return "not reached"
+        return (
+            "inconclusive" if abs(self.ratio - 1) <= self.spread else "ahead" if self.ratio > 1 else "behind"
+        )
+
+    def as_dict(self) -> dict:
+        return {
+            "case": self.case, "ours": self.ours[0], "peer": self.peer[0], "ours_value": self.ours[1],
+            "peer_value": self.peer[1], "unit": self.unit, "ratio": self.ratio, "spread": self.spread, "n": self.n,
+            "verdict": self.verdict, **self.facts,
+        }  # fmt: skip
+
+
+class Report:
+    """Prints rows as they come and keeps them."""
+
+    def __init__(self, as_json=False):
+        self.as_json, self.rows = as_json, []
+
+    def row(self, row: Row):
+        self.rows.append(row)
+        d = row.as_dict()
+        head = (
+            f"{d['case']:22} {d['ours']}={short(d['ours_value'])}{d['unit']} "
+            f"{d['peer']}={short(d['peer_value'])}{d['unit']} ratio={d['ratio']:.3f} spread={d['spread']:.2f} n={d['n']}"
+        )
+        self.line(d, " ".join([head, pairs(row.facts), row.verdict]))
+
+    def fact(self, case: str, **facts):
+        """A line without a comparison."""
+        self.line({"case": case, **facts}, f"{case:22} {pairs(facts)}")
+
+    def line(self, values: dict, text: str):
+        print(
+            json.dumps(values) if self.as_json else "bench " + " ".join(text.split("  ")).rstrip(), flush=True
+        )
+
+
+def pairs(facts: dict) -> str:
+    return " ".join(f"{k}={short(v)}" for k, v in facts.items())
+
+
+def short(value) -> str:
+    """Four significant figures; text without spaces, so that a row splits at blanks."""
+    if isinstance(value, float):
+        return f"{value:,.0f}".replace(",", "") if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value).replace(" ", "_")
+
+
+def measure(contenders: dict, rounds: int, seconds: float = 0.2, sync=lambda: None) -> dict[str, list[float]]:
+    """{name: seconds per call, one value a round} of {name: callable}, in turns, after one warm-up call each. A value
+    averages as many calls as fill `seconds`."""
+    calls, order = {}, list(contenders)
+    for name in order:
+        contenders[name]()
+        sync()
+        start = time.perf_counter()
+        contenders[name]()
+        sync()
+        calls[name] = max(1, math.ceil(seconds / (time.perf_counter() - start + 1e-9)))
+    times = {name: [] for name in order}
+    for r in range(rounds):
+        for name in order if r % 2 == 0 else reversed(order):
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                contenders[name]()
+            sync()
+            times[name].append((time.perf_counter() - start) / calls[name])
+    return times
+
+
+def compare(case: str, times: dict, ours: str, peer: str, work: float, unit: str, **facts) -> Row:
+    """A Row from `measure`'s seconds; a contender's value is work / median seconds, or the seconds where work is 0."""
+    ratios = sorted(p / o for o, p in zip(times[ours], times[peer], strict=True))
+    value = {
+        n: work / statistics.median(times[n]) if work else statistics.median(times[n]) for n in (ours, peer)
+    }
+    best = {n: work / min(times[n]) if work else min(times[n]) for n in (ours, peer)}
+    facts = {"best": f"{short(best[ours])}/{short(best[peer])}", **facts}
+    ratio = statistics.median(ratios)
+    return Row(
+        case, (ours, value[ours]), (peer, value[peer]), unit, ratio, spread(ratios), len(ratios), facts
+    )
+
+
+def spread(values: list[float]) -> float:
+    """10-90 % range over the median; nan, which no ratio is within, is avoided: one value has no known spread."""
+    if len(values) < 2:
+        return math.inf
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return (tenths[-1] - tenths[0]) / statistics.median(values)
+
+
+def peak_bytes(function) -> int:
+    """Largest sum of live CPU allocations that `function` makes, above what was there before: a count, not a sample."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its start and stop lines would mix with the rows
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def matmul_peak(dtype, n: int = 2048, device="cpu") -> float:
+    """Best FLOP/s of an (n, n) matmul: what this machine can do at all."""
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / min(measure({"matmul": lambda: a @ b}, 3)["matmul"])
+
+
+def environment(report: Report):
+    """The machine, once a run: figures of different machines are not comparable."""
+    cpu = "unknown"
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            info = dict(line.split(":", 1) for line in f.read().split("\n\n")[0].splitlines() if ":" in line)
+        info = {k.strip(): v.strip() for k, v in info.items()}
+        wanted = ("avx512f", "avx512_bf16", "amx_bf16")
+        cpu = (
+            info.get("model name", cpu)
+            + " "
+            + "+".join(f for f in wanted if f in info.get("flags", "").split())
+        )
+    report.fact(
+        "env", cpu=cpu, cores=os.cpu_count(), torch=torch.__version__, load=round(os.getloadavg()[0], 2),
+        peak_fp32_GF=matmul_peak(torch.float32) / 1e9, peak_bf16_GF=matmul_peak(torch.bfloat16) / 1e9,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+# --- Nova as a contender ------------------------------------------------------------------------------------
+
+
+def nova_settings(size: dict, **changes) -> Settings:
+    """Nova at the parameters of a SIZES entry."""
+    values = dict(
+        vocab_size=size["vocab"], d_model=size["d"], n_layers=size["layers"], n_heads=size["heads"],
+        n_kv_heads=max(1, size["heads"] // 2), ffn_hidden=3 * size["d"], max_len=size["context"],
+        sequences_per_step=size["batch"], micro_batch=size["batch"], use_compile=False, use_fp8="off", adamw="fp32",
+        ctx_warmup_steps=0, warmup_steps=100, total_steps=2000, muon_lr=6e-3, lr=3e-3,
+    )  # fmt: skip
+    settings = Settings()
+    for name, value in {**values, **changes}.items():
+        assign(settings, name, value, "bench")
+    check(settings)
+    return settings
+
+
+def mesh(device="cpu"):
+    """The process group that a run makes, here of one rank unless one exists, as a mesh."""
+    if not dist.is_initialized():
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def quiet(*_):
+    """A log that drops its lines."""
+
+
+class NovaTrainer:
+    """Nova as the training loop drives it: FSDP2, bf16 matmuls on fp32 masters, Muon and AdamW. Same calls as
+    peers.Trainer. `sharded=False` is the bare module in fp32, as sample.py uses it."""
+
+    def __init__(self, settings: Settings, device="cpu", sharded=True):
+        import model
+        import muon
+
+        self.muon, self.settings = muon, settings
+        if sharded:
+            self.model = model.build_model(settings, mesh(device), torch.device(device), log=quiet)
+        else:
+            self.model = model.Nova(settings)
+            model.init_weights(self.model, settings)
+        self.optimizers = muon.build_optimizers(self.model, settings, self.model.row_blocks(), log=quiet)
+        self.flops = model.flops_per_token(settings, settings.max_len)
+
+    def micro(self, x, y):
+        self.model.zero_grad(set_to_none=True)
+        loss = self.model(x, y)[0] / y.numel()
+        loss.backward()
+        return loss
+
+    def update(self, share: float = 1.0, momentum: float | None = None):
+        s = self.settings
+        self.muon.set_rates(self.optimizers, share * s.muon_lr, share * s.lr, momentum or s.muon_momentum)
+        self.muon.clip_grads(self.model, s.grad_clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @torch.no_grad()
+    def evaluate(self, x, y) -> float:
+        return (
+            sum(self.model(a, b)[0].item() for a, b in zip(x.split(50), y.split(50), strict=True)) / y.numel()
+        )
+
+
+class Alone:
+    """The agreement object of a run of one process."""
+
+    rank, world, local_rank, local_world = 0, 1, 0, 1
+
+    def broadcast(self, value):
+        return value
+
+    def gather(self, value) -> list:
+        return [value]
+
+    def verdict(self, problem, what=""):
+        if problem:
+            raise problem
+
+    def barrier(self):
+        pass
+
+
+def batch_of(size: dict, batch=None, context=None, seed=0):
+    """Random x, y (batch, context)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(
+        size["vocab"], (batch or size["batch"], (context or size["context"]) + 1), generator=generator
+    )
+    return ids[:, :-1], ids[:, 1:].contiguous()
+
+
+def on_ranks(function, world: int, deadline: float, **arguments) -> list:
+    """[function(rank, world, **arguments) of every rank], in `world` new gloo processes of one thread each."""
+    context = multiprocessing.get_context("spawn")
+    queue, folder = context.Queue(), tempfile.mkdtemp()
+    start = (queue, os.path.join(folder, "store"), function, world, arguments)
+    processes = [context.Process(target=_rank, args=(r, *start), daemon=True) for r in range(world)]
+    for process in processes:
+        process.start()
+    try:
+        answers = dict(queue.get(timeout=deadline) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+    failures = [a for a in answers.values() if isinstance(a, str)]
+    if failures:
+        raise RuntimeError(failures[0])
+    return [answers[rank] for rank in range(world)]
+
+
+def _rank(rank, queue, store, function, world, arguments):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        queue.put((rank, function(rank, world, **arguments)))
+        dist.barrier()
+    except BaseException:
+        queue.put((rank, traceback.format_exc()))
