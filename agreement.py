@@ -1,0 +1,570 @@
+"""How the ranks of a run agree, and how all of them end when one fails.
+
+The one idea: ranks tell each other how they are over the launcher's key-value store, not over collectives. A collective
+waits for the very rank that is stuck; the store answers while the main thread hangs in C++ and survives any worker.
+Every rank has a watchdog thread on a connection of its own. The first failure that reaches the key `fail` is *the*
+failure: all ranks print it, write it to status.json and end, within seconds. Who is blamed:
+
+* a rank that raises, or that passes its deadline outside a collective, names itself;
+* a killed process is named by the ranks of its machine, a silent one by its neighbour in the ring of heartbeats;
+* a rank inside a collective is a victim and speaks last; then nobody is named, rather than somebody innocent.
+
+Values travel over a small CPU group beside the model's own (`Exchange`). torch is imported inside functions: this file
+is loaded before the environment is set. References: TCPStore of torch.distributed; NVIDIA's nvidia-resiliency-ext
+(section deadlines); torchtitan (two collective timeouts).
+"""
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+from datetime import timedelta
+
+CODES = {
+    0: "done",
+    3: "stopped",
+    64: "settings",
+    65: "data",
+    70: "failed",
+    71: "system",
+    74: "io",
+    130: "interrupted",
+}
+POLL = 0.2  # seconds between looks of the watchdog
+GRACE = 2.0  # seconds for the main thread to leave by itself once a failure is known
+LOST = {
+    "cpu": 10.0,
+    "cuda": 30.0,
+}  # seconds without a heartbeat; a CUDA call may hold the interpreter for a while
+NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
+
+
+class StartupError(RuntimeError):
+    """A start-up check failed. `rank` is the rank that it points to, or NOBODY."""
+
+    exit_code = 71
+
+    def __init__(self, text: str, rank: int | None = None):
+        super().__init__(text)
+        if rank is not None:
+            self.rank = rank
+
+
+class RankFailed(RuntimeError):
+    """Another rank failed. Carries that rank and the exit code that its error asks for."""
+
+    def __init__(self, rank: int, text: str, exit_code: int = 71):
+        super().__init__(text)
+        self.rank, self.exit_code = rank, exit_code
+
+
+class Stopped(RuntimeError):
+    """An agreed stop: saved and resumable. `reason` is a signal's name, job_hours or stop_at."""
+
+    exit_code = 3
+
+    def __init__(self, reason: str, text: str = ""):
+        super().__init__(text or f"stopped by {reason}; resumable")
+        self.reason = reason
+
+
+def write_status(out_dir: str, status: str, exit_code: int | None, **info):
+    """Replace out_dir/status.json: what the run is, or ended as. Atomic; any rank may write the same failure."""
+    os.makedirs(out_dir, exist_ok=True)
+    text = dict(
+        status=status, exit_code=exit_code, resumable=status in ("running", "stopped", "system", "io")
+    )
+    text |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **info}
+    path = os.path.join(out_dir, "status.json")
+    with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "w", encoding="utf-8") as f:
+        json.dump(text, f, indent=1)
+    os.replace(f.name, path)
+
+
+class StopSignals:
+    """SIGTERM, SIGINT and SIGUSR1 only set a flag, which the loop agrees on. A second SIGINT leaves at once."""
+
+    def __init__(self, leave):
+        self.name, self.when, self.leave = None, 0.0, leave
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        if number == signal.SIGINT and self.name == "SIGINT":
+            self.leave()
+        if self.name is None:
+            self.name, self.when = signal.Signals(number).name, time.monotonic()
+
+
+def describe(error: BaseException) -> str:
+    """The error in a line or two, for a person: Nova's own errors say what to do, others say where they happened."""
+    text = str(error)[:2000]
+    if not isinstance(error, (RankFailed, Stopped)):
+        text = f"{type(error).__name__}: {text}"
+    if not hasattr(error, "exit_code") and error.__traceback__:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text += f" ({os.path.basename(frame.filename)} line {frame.lineno}, in {frame.name})"
+    return text
+
+
+def exit_code_of(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return getattr(error, "exit_code", 74 if isinstance(error, OSError) else 70)
+
+
+def in_collective(frames: list) -> bool:
+    """Do these stack entries, innermost first, wait for other ranks? Then the rank is a victim, not the culprit."""
+    if any(f"{os.sep}torch{os.sep}distributed{os.sep}" in f.filename for f in frames[:4]):
+        return True
+    line = frames[0].line or "" if frames else ""  # on a GPU the host waits where it reads a result
+    return bool(re.search(r"\.item\(|\.tolist\(|synchronize\(|\.cpu\(", line))
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Did a collective or the store fail under this rank? Then another rank, or the network, is to blame."""
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    oom = isinstance(error, torch.OutOfMemoryError)
+    return type(error) is RuntimeError and not oom and in_collective(frames[:1])
+
+
+def process_state(pid: int) -> tuple[str, str] | None:
+    """(state letter, start time) of a process of this machine, or None."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as f:
+            fields = f.read().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return None
+
+
+def place() -> str | None:
+    """Names the process table that this process is in: two ranks of the same place can see each other's process."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as f:
+            return f.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+class Control:
+    """This rank's side of the control plane: two store connections, the watchdog, stages and deadlines."""
+
+    def __init__(self, settings, environ=os.environ, log=print):
+        import torch.distributed as dist
+
+        self.settings, self.log, self.environ = settings, log, environ
+        self.rank, self.world = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+        self.local_rank, self.local_world = (
+            int(environ.get("LOCAL_RANK", 0)),
+            int(environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
+        self.torchrun = "TORCHELASTIC_RUN_ID" in environ
+        self.device, self.lost = None, LOST["cpu"]
+        self.info, self.count, self.closed, self.failure = {}, 0, False, None
+        self.task = ("start", None)  # what the main thread does, and until when (monotonic seconds)
+        self.timeout = timedelta(seconds=settings.stage_timeout)
+        self.address, hosts = environ.get("MASTER_ADDR", "127.0.0.1"), not self.torchrun and self.rank == 0
+        self.port = int(environ.get("MASTER_PORT", 0)) if "RANK" in environ else 0
+        if hosts:  # under torchrun the agent hosts it, and it outlives every worker
+            self.server = dist.TCPStore(
+                self.address, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout
+            )
+            self.port = self.server.port
+        self.prefix = (
+            f"nova/{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        )
+        try:
+            self.store, watched = self._connect(), self._connect()
+        except (dist.DistNetworkError, dist.DistStoreError) as e:
+            raise StartupError(
+                f"no answer from rank 0's store at {self.address}:{self.port}: {e}", rank=0
+            ) from None
+        state = process_state(os.getpid())
+        self.store.set(
+            f"pid/{self.rank}", json.dumps([place(), os.getpid(), state and state[1], socket.gethostname()])
+        )
+        self.store.set(f"beat/{self.rank}", "0")  # a rank that stops before its first beat must be visible
+        self.signals = StopSignals(self._leave_at_once)
+        self.pulse = time.monotonic()
+        for body, argument in ((self._watch, (watched,)), (self._watch_the_watchdog, ())):
+            threading.Thread(target=body, args=argument, daemon=True, name="nova-watchdog").start()
+
+    def _connect(self):
+        import torch.distributed as dist
+
+        return dist.PrefixStore(
+            self.prefix,
+            dist.TCPStore(
+                self.address, self.port, is_master=False, wait_for_workers=False, timeout=self.timeout
+            ),
+        )
+
+    # -- failures --
+    def record(
+        self, why: str, code: int = 71, rank: int | None = None, store=None, stage=None, **more
+    ) -> dict:
+        """Write the failure unless one is written already. Returns the one that counts."""
+        rank, stage = self.rank if rank is None else rank, stage or self.task[0]
+        note = dict(
+            rank=rank, by=self.rank, host=self._host_of(rank, store), stage=stage, why=why, code=code, **more
+        )
+        try:
+            return json.loads((store or self.store).compare_set("fail", "", json.dumps(note)))
+        except Exception:  # the store is gone: this rank's own view is all there is
+            return note
+
+    def _host_of(self, rank: int, store=None) -> str:
+        try:
+            store = store or self.store
+            return json.loads(store.get(f"pid/{rank}"))[3] if store.check([f"pid/{rank}"]) else "?"
+        except Exception:
+            return "?"
+
+    def record_error(self, error: BaseException) -> dict:
+        """Record this rank's error. One that came out of a collective waits first for the culprit to be named."""
+        if is_peer_loss(error):
+            until = time.monotonic() + self.lost + 3
+            while time.monotonic() < until:
+                if self._known():
+                    return self.failure
+                time.sleep(POLL)
+            return self.record(f"peer lost in a collective: {describe(error)}", rank=NOBODY)
+        more = {"reason": error.reason} if isinstance(error, Stopped) else {}
+        return self.record(describe(error), exit_code_of(error), getattr(error, "rank", None), **more)
+
+    def _known(self, store=None) -> bool:
+        store = store or self.store
+        if self.failure is None and store.check(["fail"]):
+            self.failure = json.loads(store.get("fail"))
+        return self.failure is not None
+
+    def raise_failure(self):
+        f = self.failure
+        if f["code"] == 3:
+            raise Stopped(f.get("reason", "?"), f["why"])
+        raise RankFailed(f["rank"], self.sentence(f), f["code"])
+
+    @staticmethod
+    def sentence(f: dict) -> str:
+        who = f"rank {f['rank']} ({f['host']})" if f["rank"] != NOBODY else "no single rank to blame"
+        return f"first failure: {who} in '{f['stage']}': {f['why']}"
+
+    def leave(self, f: dict):
+        """End this process now, whatever its main thread is in: say why, write the status, no unwinding."""
+        faulthandler.cancel_dump_traceback_later()
+        print(f"[nova] rank {self.rank} stops; {self.sentence(f)}", file=sys.stderr, flush=True)
+        self.write_failure(f)
+        sys.stdout.flush()
+        os._exit(self.final_code(f["code"]))
+
+    def write_failure(self, f: dict):
+        keep = {k: f[k] for k in ("rank", "host", "stage", "why", "reason") if k in f}
+        try:
+            write_status(
+                self.settings.out_dir, CODES.get(f["code"], "failed"), f["code"], **self.info, **keep
+            )
+        except OSError as e:
+            print(f"[nova] rank {self.rank}: status.json not written: {e}", file=sys.stderr, flush=True)
+
+    def final_code(self, code: int) -> int:
+        """Under torchrun an agreed stop exits 0: it would turn 3 into a failure."""
+        return 0 if self.torchrun and code == 3 else code
+
+    def _leave_at_once(self):  # runs in a signal handler: no store, no locks
+        f = dict(rank=self.rank, host=socket.gethostname(), stage=self.task[0], why="second SIGINT", code=130)
+        self.write_failure(f)
+        os._exit(130)
+
+    def note(self, **info):
+        """Facts for status.json, such as saved=STEP. The supervisor counts restarts that do not move `saved`."""
+        self.info |= info
+        if self.rank == 0:
+            write_status(self.settings.out_dir, "running", None, **self.info)
+
+    # -- watchdog thread --
+    def _watch(self, store):
+        import torch.distributed as dist
+
+        neighbour, seen, beat, beaten, peers = (
+            (self.rank + 1) % self.world,
+            (None, time.monotonic()),
+            0,
+            0.0,
+            {},
+        )
+        while not self.closed:
+            time.sleep(POLL)
+            now = time.monotonic()
+            try:
+                if self._known(store):
+                    time.sleep(GRACE)
+                    self.leave(self.failure)
+                self._check_deadline(store, now)
+                self._check_processes(store, peers)
+                if now - beaten > 1:
+                    beat, beaten = beat + 1, now
+                    store.set(f"beat/{self.rank}", str(beat))
+                    value = store.get(f"beat/{neighbour}") if store.check([f"beat/{neighbour}"]) else None
+                    if value != seen[0] or value is None:
+                        seen = (value, now)
+                    elif now - seen[1] > self.lost and not store.check([f"bye/{neighbour}"]):
+                        why = f"rank {neighbour} sent no heartbeat for {now - seen[1]:.0f} s"
+                        self.leave(self.record(why, rank=neighbour, store=store))
+                self.pulse = time.monotonic()
+            except (dist.DistNetworkError, dist.DistStoreError) as e:
+                if not self.closed:
+                    self.leave(self._store_lost(f"control store lost ({str(e).splitlines()[0]})"))
+                return
+
+    def _check_deadline(self, store, now: float):
+        what, until = self.task
+        if until is None or now < until:
+            return
+        stack = sys._current_frames().get(threading.main_thread().ident)
+        frames = traceback.extract_stack(stack)[::-1] if stack else []
+        waits = in_collective(frames)
+        if waits and now < until + self.lost + 3:
+            return  # a victim: let the culprit, or its neighbour, speak first
+        faulthandler.dump_traceback(all_threads=True)
+        ours = [f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename][:1] or frames[:1]
+        where = f"{os.path.basename(ours[0].filename)} line {ours[0].lineno}: {ours[0].line}" if ours else "?"
+        why = "still waiting for other ranks after the deadline" if waits else "deadline passed"
+        self.leave(self.record(f"{why}, at {where}", rank=NOBODY if waits else None, store=store, stage=what))
+
+    def _check_processes(self, store, peers: dict):
+        """A rank of this machine whose process is gone without a bye was killed: no need to wait for its heartbeat."""
+        first = self.rank - self.local_rank
+        for rank in range(first, first + self.local_world):
+            if rank == self.rank:
+                continue
+            if rank not in peers and store.check([f"pid/{rank}"]):
+                peers[rank] = json.loads(store.get(f"pid/{rank}"))
+            where, pid, started, _ = peers.get(rank, (None, 0, None, None))
+            if where is None or where != place():
+                continue
+            state = process_state(pid)
+            if (state is None or state[0] in "ZX" or state[1] != started) and not store.check(
+                [f"bye/{rank}"]
+            ):
+                if not self._known(store):  # its own last word counts, if it had one
+                    self.leave(self.record(f"process {pid} of rank {rank} is gone", rank=rank, store=store))
+
+    def _store_lost(self, why: str) -> dict:
+        rank = NOBODY if self.torchrun else 0
+        host = f"the launcher on {self.address}" if self.torchrun else self.address
+        return dict(
+            rank=rank, host=host, stage=self.task[0], why=f"{why}: {host} is gone or unreachable", code=71
+        )
+
+    def _watch_the_watchdog(self):
+        """A store whose host vanished without closing the connection blocks the watchdog itself."""
+        last = time.monotonic()
+        while not self.closed:
+            time.sleep(1)
+            now = time.monotonic()
+            if now - last > 4:  # it was this process that stood still: count again from here
+                self.pulse = now
+            last = now
+            if now - self.pulse > self.lost + GRACE:
+                self.leave(self._store_lost(f"control store silent for {now - self.pulse:.0f} s"))
+
+    # -- stages and deadlines of the main thread --
+    @contextmanager
+    def stage(self, name: str, timeout: float | None = None):
+        """One start-up stage: all ranks finish it, or all ranks end with the first failure. timeout in seconds."""
+        timeout = timeout or self.settings.stage_timeout
+        start, key, self.count = time.monotonic(), f"stage/{self.count}/{name}", self.count + 1
+        self.task = (name, start + timeout)
+        if self.rank == 0:
+            self.log(f"stage {name} ...")
+        try:
+            self._check_stop("")
+            yield
+            if self.device is not None and self.device.type == "cuda":
+                import torch
+
+                torch.cuda.synchronize()  # an asynchronous error belongs to the stage that caused it
+        except BaseException as e:
+            self.failure = self.record_error(e)
+            raise
+        self.task = (f"after {name}", None)  # now only the others can be late
+        self.store.set(f"{key}/{self.rank}", f"{time.monotonic() - start:.3f}")
+        self.store.add(key, 1)
+        while self.store.add(key, 0) < self.world:
+            if self._known():
+                self.raise_failure()
+            absent = (
+                [r for r in range(self.world) if not self.store.check([f"{key}/{r}"])]
+                if self._overdue(start, timeout)
+                else []
+            )
+            if absent:
+                self.record(
+                    f"ranks {absent} did not finish within {timeout:.0f} s", rank=absent[0], stage=name
+                )
+            self._check_stop(key)
+            time.sleep(min(0.01 * self.world, POLL))
+        if self._known():
+            self.raise_failure()
+        if self.rank == 0:
+            seconds = [float(self.store.get(f"{key}/{r}")) for r in range(self.world)]
+            slow = max(range(self.world), key=seconds.__getitem__)
+            self.log(f"stage {name} ok in {seconds[slow]:.1f} s (slowest: rank {slow})")
+
+    def _overdue(self, start: float, timeout: float) -> bool:
+        return time.monotonic() - start > timeout + 2 * POLL
+
+    def _check_stop(self, key: str):
+        """A signal during start-up ends it as stopped. torchrun also sends one when a rank dies: that rank goes first."""
+        if not self.signals.name:
+            return
+        while not self._known() and time.monotonic() < self.signals.when + GRACE:
+            time.sleep(POLL)
+        absent = [r for r in range(self.world) if key and not self.store.check([f"{key}/{r}"])]
+        why = f"{self.signals.name} during start-up" + (
+            f"; ranks {absent} had not finished" if absent else ""
+        )
+        self.failure = self.record(why, 3, reason=self.signals.name)
+        self.raise_failure()
+
+    def tick(self, what: str, seconds: float):
+        """The loop starts `what`, which takes less than `seconds`. Raises if another rank has failed."""
+        if self.failure:
+            self.raise_failure()
+        self.task = (what, time.monotonic() + seconds)
+
+    def close(self):
+        """Say goodbye and wait until all ranks have: the store's host leaves last."""
+        import torch.distributed as dist
+
+        self.task = ("close", None)
+        try:
+            self.store.set(f"bye/{self.rank}", "1")
+            until = time.monotonic() + 30
+            while time.monotonic() < until and not self.store.check([f"bye/{r}" for r in range(self.world)]):
+                time.sleep(0.02)
+            self.closed = True
+            self.store.add("closed", 1)
+            while (
+                hasattr(self, "server")
+                and time.monotonic() < until
+                and self.store.add("closed", 0) < self.world
+            ):
+                time.sleep(0.02)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except (dist.DistNetworkError, dist.DistStoreError):
+            pass  # the others are gone already; there is nothing left to agree on
+
+
+class Exchange:
+    """Small JSON values between ranks, on a CPU group. Main thread only, same calls in the same order on all ranks."""
+
+    def __init__(self, rank: int, world: int, group=None):
+        self.rank, self.world, self.group = rank, world, group
+
+    def gather(self, value) -> list:
+        """[value of rank 0, value of rank 1, …] on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
+        room = int(max(sizes))
+        parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(parts, torch.nn.functional.pad(data, (0, room - data.numel())), group=self.group)
+        return [json.loads(bytes(p[: int(n)].tolist())) for p, n in zip(parts, sizes, strict=True)]
+
+    def broadcast(self, value):
+        """Rank 0's value on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        data = bytearray(json.dumps(value if self.rank == 0 else None).encode())
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self.group)
+        bits = (
+            torch.frombuffer(data, dtype=torch.uint8)
+            if self.rank == 0
+            else torch.zeros(int(size), dtype=torch.uint8)
+        )
+        dist.broadcast(bits, src=0, group=self.group)
+        return json.loads(bytes(bits.tolist()))
+
+    def verdict(self, problem: Exception | None, what: str = ""):
+        """If any rank has a problem all ranks raise: their own, or RankFailed with the first rank's."""
+        note = (
+            None
+            if problem is None
+            else [describe(problem), exit_code_of(problem), getattr(problem, "rank", self.rank)]
+        )
+        bad = [n for n in self.gather(note) if n]
+        if problem is not None:
+            raise problem
+        if bad:
+            text, code, rank = bad[0]
+            more = f" (and {len(bad) - 1} more ranks)" if len(bad) > 1 else ""
+            raise RankFailed(rank, f"{what or 'check'} failed on rank {rank}: {text}{more}", code)
+
+    def barrier(self):
+        self.gather(None)
+
+    def control(self, flags: list[int], sums: list[float] | None = None):
+        """The per-step control word: elementwise maximum of `flags` over ranks, as ints; with `sums`, also their sums
+        (in rank order, so the same bits everywhere): (flags, sums). One message."""
+        import torch
+        import torch.distributed as dist
+
+        mine = torch.tensor([*flags, *(sums or [])], dtype=torch.float64)
+        all_ranks = [torch.zeros_like(mine) for _ in range(self.world)]
+        dist.all_gather(all_ranks, mine, group=self.group)
+        table = torch.stack(all_ranks)  # (world, flags + sums)
+        highest = [int(v) for v in table[:, : len(flags)].amax(0).tolist()] if flags else []
+        return highest if sums is None else (highest, table[:, len(flags) :].sum(0).tolist())
+
+
+class Agreement(Control, Exchange):
+    """How the ranks of a run agree: stages and deadlines over the store, values over a CPU side group."""
+
+    def __init__(self, settings, environ=os.environ, log=print):
+        Control.__init__(self, settings, environ, log)
+        self.group = None
+
+    def open_groups(self, device):
+        """The default process group (nccl on GPUs, gloo on CPUs) and the gloo side group for agreement."""
+        import torch
+        import torch.distributed as dist
+
+        self.device, self.lost = device, LOST[device.type]
+        options = dict(
+            rank=self.rank, world_size=self.world, timeout=timedelta(seconds=self.settings.init_timeout)
+        )
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            options |= dict(backend="nccl", device_id=self.device)
+        else:
+            options |= dict(backend="gloo")
+        dist.init_process_group(store=dist.PrefixStore("group", self._connect()), **options)
+        self.group = dist.new_group(backend="gloo", timeout=options["timeout"])
+
+    def first_step_done(self):
+        """Compilation and first connections are over: from here a collective may take step_timeout only."""
+        from torch.distributed import distributed_c10d as c10d
+
+        self.barrier()
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(timedelta(seconds=self.settings.step_timeout), group)

@@ -1,0 +1,471 @@
+"""What must be proven before a long run is allowed to go on. Each check can fail, and then stops all ranks.
+
+* The versions, code and settings of all ranks are equal; the one that differs is named.
+* Every device gives the same bits twice, the same as all others, and about as fast.
+* Every element that a collective moves is compared with a pattern of rank and position, on the real groups.
+* The GPUs of a node reach each other directly; the output folder holds what will be written.
+* The run's own first step is watched (`FirstStepProof`): nothing is undone, and a failed proof ends the run before
+  anything is saved.
+
+The checks get an agreement object and values, and know nothing of the model, the optimizers or the data. Reference for
+checking every element: NVIDIA's nccl-tests.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from agreement import NOBODY, StartupError
+
+NEXT = "Next: nvidia-smi topo -m; dmesg -T | grep Xid; NOVA_NCCL_SAFE=1 avoids the peer-to-peer paths"
+BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Express steps end in [0.86, 1.14]
+WELL = (
+    0.02  # directions of a gradient above this share of its norm must be orthogonalised; weaker ones may lag
+)
+
+
+# --- checks of the machine ----------------------------------------------------------------------------------------
+
+
+def check_equal(agree, what: str, value):
+    """The value must be the same on all ranks. Names the ranks that differ from the majority, and in what."""
+    values = agree.gather(value)
+    texts = [json.dumps(v, sort_keys=True) for v in values]
+    usual = max(texts, key=texts.count)
+    odd = [r for r, t in enumerate(texts) if t != usual]
+    if not odd:
+        return
+    clear = texts.count(usual) * 2 > len(texts)  # one against one: nobody can say who is right
+    mine, theirs = values[odd[0]], values[texts.index(usual)]
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        names = [k for k in {**theirs, **mine} if mine.get(k) != theirs.get(k)]
+        mine, theirs = ({k: v.get(k) for k in names} for v in (mine, theirs))
+    raise StartupError(
+        f"{what} differs: rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} {'has' if len(odd) == 1 else 'have'} "
+        f"{shorten(mine)}, {'the others' if clear else f'rank {texts.index(usual)}'} {shorten(theirs)}",
+        rank=odd[0] if clear else NOBODY,
+    )
+
+
+def shorten(value, room: int = 300) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= room else text[:room] + "…"
+
+
+def versions(device) -> dict:
+    """What must be alike on all ranks: packages, GPU, driver, NCCL, and the code of this folder."""
+    facts = {"python": platform.python_version(), "torch": torch.__version__, "device": device.type}
+    for package in ("torchao", "bitsandbytes", "safetensors", "huggingface_hub", "numpy"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = None
+    folder = os.path.dirname(os.path.abspath(__file__))
+    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
+        with open(os.path.join(folder, name), "rb") as f:
+            facts[name] = hashlib.sha256(f.read()).hexdigest()[:12]
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": p.name, "sm": f"{p.major}.{p.minor}", "memory": f"{p.total_memory / 2**30:.0f} GiB"}
+        facts |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        try:
+            with open("/proc/driver/nvidia/version", encoding="utf-8") as f:
+                facts["driver"] = f.readline().strip()
+        except OSError:
+            facts["driver"] = None
+    return facts
+
+
+def check_versions(agree, settings, log=print) -> dict:
+    """Versions, code and settings are equal on all ranks. -> this rank's versions"""
+    facts = versions(agree.device)
+    check_equal(agree, "the environment", facts)
+    check_equal(agree, "the settings", settings.as_dict())
+    if agree.rank == 0:
+        log("environment: " + ", ".join(f"{k} {v}" for k, v in facts.items() if not k.endswith(".py") and v))
+        log(f"environment and settings {settings.digest()[:12]} equal on {agree.world} ranks")
+    return facts
+
+
+def matmul_bits(device, size: int, seed: int = 1234) -> tuple[str, bool]:
+    """(hash of the bits, finite) of a product of two fixed random bf16 matrices (size, size)."""
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on any device
+    a, b = (torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    product = a @ b
+    return hashlib.sha256(product.cpu().view(torch.int16).numpy().tobytes()).hexdigest(), bool(
+        product.isfinite().all()
+    )
+
+
+def matmul_rate(device, size: int, repeats: int = 10) -> float:
+    """TFLOP/s of bf16 matrix products (size, size)."""
+    a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
+    for timed in (False, True):  # the first round warms clocks and caches
+        start = time.perf_counter()
+        for _ in range(repeats):
+            a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if timed:
+            return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12
+
+
+def check_device(agree, log=print):
+    """Each device repeats its own bits, gives the same bits as all others, and is not much slower than they are."""
+    gpu = agree.device.type == "cuda"
+    size = 4096 if gpu else 256
+    results, problem = [matmul_bits(agree.device, size) for _ in range(3)], None
+    if not results[0][1]:
+        problem = StartupError(f"rank {agree.rank}: a matrix product of finite numbers is not finite. {NEXT}")
+    elif len(set(results)) > 1:
+        problem = StartupError(
+            f"rank {agree.rank}: the same matrix product gives other bits each time. {NEXT}"
+        )
+    agree.verdict(problem, "device check")
+    check_equal(agree, "the product of two fixed matrices", results[0][0])
+    rates = agree.gather(matmul_rate(agree.device, size))
+    usual, slow = statistics.median(rates), min(range(agree.world), key=rates.__getitem__)
+    text = f"{usual:.1f} TFLOP/s in bf16 (median), slowest rank {slow} with {rates[slow]:.1f}"
+    if gpu and rates[slow] < 0.6 * usual:
+        raise StartupError(
+            f"device check: {text}: is another process on it, or is it throttled? {NEXT}", rank=slow
+        )
+    if agree.rank == 0:
+        log(
+            f"devices: same bits on {agree.world} ranks; {text}"
+            + (" SLOW" if rates[slow] < 0.9 * usual else "")
+        )
+
+
+def link_kinds(topology: str) -> dict[tuple[int, int], str]:
+    """{(i, j): kind} from the text of `nvidia-smi topo -m`; NV18 is 18 NVLinks, PIX/PXB/PHB/NODE/SYS are not NVLink."""
+    kinds = {}
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines():
+        cells = line.split()
+        if cells and re.fullmatch(r"GPU\d+", cells[0]) and not all(c.startswith("GPU") for c in cells[:2]):
+            kinds |= {(int(cells[0][3:]), j): kind for j, kind in enumerate(cells[1:])}
+    return kinds
+
+
+def slow_links(count: int, peer: callable, topology: str | None) -> list[str]:
+    """What is wrong between the GPUs of one node: no peer access, or no NVLink where the topology is known."""
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    wrong = [f"GPU {i} cannot access GPU {j}" for i, j in pairs if not peer(i, j)]
+    kinds = link_kinds(topology or "")
+    return wrong + [
+        f"GPU {i} to GPU {j}: {kinds[i, j]}, not NVLink"
+        for i, j in pairs
+        if (i, j) in kinds and not kinds[i, j].startswith("NV")
+    ]
+
+
+def check_links(agree, settings, log=print):
+    """All GPUs of each node reach each other directly over NVLink; the PCIe fallback is ten times slower."""
+    if agree.device.type != "cuda":
+        return
+    problem, count = None, torch.cuda.device_count()
+    if agree.local_rank == 0 and count > 1:
+        try:
+            answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
+            topology = (
+                answer.stdout if "CUDA_VISIBLE_DEVICES" not in os.environ else None
+            )  # it numbers all GPUs
+        except (OSError, subprocess.SubprocessError):
+            topology = None
+        wrong = slow_links(count, torch.cuda.can_device_access_peer, topology)
+        text = f"{len(wrong)} slow links on {socket.gethostname()}: {'; '.join(wrong[:4])}"
+        if wrong and not settings.allow_slow_links:
+            problem = StartupError(f"{text}. {NEXT}; --allow_slow_links=true accepts it")
+        elif agree.rank == 0:
+            log(
+                text
+                if wrong
+                else f"links: {count} GPUs, all pairs direct, NVLink {'seen' if topology else 'not checked'}"
+            )
+    agree.verdict(problem, "links")
+
+
+def check_storage(agree, out_dir: str, need: int, log=print):
+    """out_dir can be written, read back, and holds `need` bytes (all checkpoints that may lie there at once)."""
+    problem, path = None, os.path.join(out_dir, f".probe.{agree.rank}")
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        token = os.urandom(1 << 20)
+        with open(path, "wb") as f:
+            f.write(token)
+            f.flush()
+            os.fsync(f.fileno())
+        with open(path, "rb") as f:
+            if f.read() != token:
+                problem = StartupError(
+                    f"{out_dir} on {socket.gethostname()}: a file does not read back as written"
+                )
+        os.remove(path)
+        free = shutil.disk_usage(out_dir).free
+        if free < need:
+            problem = StartupError(
+                f"{out_dir} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed: set out_dir, or lower ckpt_keep"
+            )
+        elif agree.rank == 0:
+            log(
+                f"storage: {out_dir} written and read back, {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed"
+            )
+    except OSError as e:
+        problem = StartupError(f"{out_dir} on {socket.gethostname()}: {e.strerror or e}")
+    if problem:
+        problem.exit_code = 74
+    agree.verdict(problem, "storage")
+
+
+# --- the collective self-test -------------------------------------------------------------------------------------
+
+
+def pattern(rank: int, count: int, device, shift: int = 0):
+    """(count,) int32 that tells rank and position: a moved, swapped or stale element shows."""
+    return (
+        torch.arange(count, device=device, dtype=torch.int32) + shift
+    ) * 7919 % 1_000_003 * 1_021 + rank * 101
+
+
+def check_collectives(agree, device, groups: dict | None = None, log=print):
+    """all_gather_into_tensor, reduce_scatter_tensor, all_reduce, broadcast and all_to_all_single on the real groups
+    ({name: group}, all ranks in one of each name), every element checked, GB/s of the largest size reported."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 26
+    top = min(
+        1 << 28, min(agree.gather(free)) // 16
+    )  # bytes of the whole tensor; the test holds a few of them
+    problems, lines = [], []
+    for name, group in (groups or {"world": None}).items():
+        for size in (1 << 12, 1 << 20, top):
+            found, speed = collective_round(device, group, size)
+            problems += [f"{name} group, {size} bytes: {f}" for f in found]
+        lines.append(f"{name}: " + ", ".join(f"{op} {gb:.2f}" for op, gb in speed.items()))
+    problem = None
+    if problems:
+        problem = StartupError(f"rank {agree.rank} received wrong data: {'; '.join(problems[:3])}. {NEXT}")
+    agree.verdict(problem, "collective self-test")
+    if agree.rank == 0:
+        for line in lines:
+            log(f"collectives, all elements right, GB/s at {top / 2**20:.0f} MiB: {line}")
+
+
+def collective_round(device, group, size: int) -> tuple[list[str], dict[str, float]]:
+    """Run each collective on tensors of `size` bytes in all. -> (what was wrong here, {collective: GB/s})"""
+    world, me = dist.get_world_size(group), dist.get_rank(group)
+    root = dist.get_process_group_ranks(group or dist.group.WORLD)[-1]
+    part = max(1, size // 4 // world) + 1  # odd sizes: not a multiple of a vector or a page
+    whole = part * world
+    small = (
+        [(pattern(r, whole, device) % 1009).float() for r in range(world)]
+        if world <= 8 or size < 1 << 21
+        else None
+    )
+    mine = (pattern(me, whole, device) % 1009).float() if small is None else small[me]
+    total = torch.zeros(whole, device=device)  # exact: integers below 2^24
+    for r in range(world):
+        total += (pattern(r, whole, device) % 1009).float() if small is None else small[r]
+    del small
+    gathered = torch.cat([pattern(r, part, device) for r in range(world)])
+    exchanged = torch.cat([pattern(r, part, device, shift=me) for r in range(world)])
+    to_send = torch.cat([pattern(me, part, device, shift=r) for r in range(world)])
+    everyone = pattern(world - 1, whole, device)
+
+    def run(name):  # -> (received, expected)
+        start = time.perf_counter()
+        if name == "all_gather_into_tensor":
+            got, want = torch.zeros_like(gathered), gathered
+            dist.all_gather_into_tensor(got, pattern(me, part, device), group=group)
+        elif name == "reduce_scatter_tensor":
+            got, want = torch.zeros(part, device=device), total[me * part : (me + 1) * part]
+            dist.reduce_scatter_tensor(got, mine.clone(), group=group)
+        elif name == "all_reduce":
+            got, want = mine.clone(), total
+            dist.all_reduce(got, group=group)
+        elif name == "broadcast":
+            got, want = everyone.clone() if me == world - 1 else torch.zeros_like(everyone), everyone
+            dist.broadcast(got, src=root, group=group)
+        else:
+            got, want = torch.zeros_like(exchanged), exchanged
+            dist.all_to_all_single(got, to_send, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return got, want, time.perf_counter() - start
+
+    wrong, speed = [], {}
+    names = (
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_reduce",
+        "broadcast",
+        "all_to_all_single",
+    )
+    for name in names:  # all of them, whatever is found: ranks must stay in step until the verdict
+        for _ in range(3):
+            with warnings.catch_warnings():  # torch 2.13 renames two of them; 2.11 has the old names only
+                warnings.simplefilter("ignore", FutureWarning)
+                got, want, seconds = run(name)
+            if not torch.equal(got, want):
+                i = int((got != want).nonzero()[0])
+                wrong.append(
+                    f"{name}: {int((got != want).sum())} of {got.numel()} elements, first at {i}: {got[i].item()}, not "
+                    f"{want[i].item()} (part of rank {i // part})"
+                )
+                break
+        speed[name] = whole * 4 / seconds / 1e9
+    return wrong, speed
+
+
+# --- proof of the first step ----------------------------------------------------------------------------------------
+
+
+def local(tensor):
+    """This rank's shard of a DTensor, or the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def bits_sum(tensor) -> int:
+    """A 64-bit sum over the bits of this rank's shard: changes when the shard does."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(local(tensor.detach()).contiguous().view(kind).sum(dtype=torch.int64))
+
+
+class FirstStepProof:
+    """Watches the run's own first step. Nothing is undone; `conclude` raises on all ranks if any part fails.
+
+        proof = FirstStepProof(agree, model.named_parameters(), blocks=7 * settings.n_layers)
+        muon.watch = proof.watch          # ... forward, backward, clip ...
+        proof.before_update()             # ... optimizer steps ...
+        proof.after_update(rate)
+        proof.conclude(loss, grad_norm, expected_loss=math.log(vocab_size))
+
+    `dense` is {parameter name: rows}: rows of that parameter that must have a gradient. A head cut off from the loss
+    shows there even when it is tied to the embedding, whose own gradient reaches only the rows of the batch's tokens.
+    """
+
+    def __init__(self, agree, named_parameters, blocks: int, dense: dict[str, int] | None = None, log=print):
+        self.agree, self.parameters, self.blocks = agree, list(named_parameters), blocks
+        self.dense, self.log = dense or {}, log
+        self.names, self.norms, self.samples = [], [], {}
+
+    def watch(self, name: str, G, factor):
+        """Muon calls it on the owner of each block with what went in and its orthogonal factor, both (rows, columns).
+        Nothing is computed on the host here: other ranks wait in the exchange."""
+        self.names.append(name)
+        self.norms.append((factor.float().square().sum(), min(factor.shape)))
+        kind = re.sub(r"\d+", "N", name.split("[")[0]) + name.partition("[")[2]
+        if kind not in self.samples:
+            self.samples[kind] = (name, G.detach().clone(), factor.detach().clone())
+
+    def before_update(self):
+        """After backward and clip: how many elements of each gradient are not zero, or not finite."""
+        self.bits = [bits_sum(p) for _, p in self.parameters]
+        self.gradients = []
+        for name, p in self.parameters:
+            g = None if p.grad is None else local(p.grad)
+            rows = 0 if g is None or name not in self.dense else int((g != 0).flatten(1).any(1).sum())
+            finite = g is None or bool(g.isfinite().all())
+            self.gradients.append((0 if g is None else int(g.count_nonzero()), int(not finite), rows))
+
+    def after_update(self, rate: float):
+        """After the optimizers: which parameters moved. `rate` is the smallest rate of the step: below the fp32
+        resolution of a parameter's values (norm scales of 1 early in a long warm-up) standing still is no fault."""
+        self.moved = []
+        for (_, p), before in zip(self.parameters, self.bits, strict=True):
+            values = local(p.detach())
+            largest = float(values.abs().max()) if values.numel() else 0.0
+            self.moved.append((int(bits_sum(p) != before), int(rate < largest * 2.0**-22)))
+
+    def conclude(self, loss: float, grad_norm: float, expected_loss: float | None = None):
+        """Print one line for each part; raise StartupError or RankFailed on all ranks if any part fails. `loss` is in
+        nats/token; expected_loss is None where the weights are not fresh."""
+        table = [v for row in zip(self.gradients, self.moved, strict=True) for pair in row for v in pair]
+        _, sums = self.agree.control([], [float(v) for v in [len(self.names), *table]])
+        rows = [sums[1 + 5 * i : 6 + 5 * i] for i in range(len(self.parameters))]
+        by_name = {n: row for (n, _), row in zip(self.parameters, rows, strict=True)}
+        problems, lines = [], []
+
+        def part(ok: bool, text: str):
+            lines.append(text)
+            if not ok:
+                problems.append(text)
+
+        part(int(sums[0]) == self.blocks, f"Muon orthogonalised {sums[0]:.0f} blocks, {self.blocks} expected")
+        for what, names in (
+            ("without a gradient", [n for n, r in by_name.items() if r[0] == 0]),
+            ("with a non-finite gradient", [n for n, r in by_name.items() if r[1]]),
+            ("that did not move", [n for n, r in by_name.items() if not r[3] and not r[4]]),
+        ):
+            more = f": {', '.join(names[:5])}" if names else ""
+            part(not names, f"{len(names)} of {len(rows)} parameters {what}{more}")
+        for name, wanted in self.dense.items():
+            part(
+                by_name[name][2] >= wanted,
+                f"{name}: {by_name[name][2]:.0f} rows with a gradient, {wanted} expected",
+            )
+        part(math.isfinite(grad_norm) and grad_norm > 0, f"gradient norm {grad_norm:.4g}")
+        if expected_loss is not None:
+            near = abs(loss - expected_loss) <= 0.2
+            part(near, f"loss {loss:.4f}, a fresh model starts at {expected_loss:.4f} ± 0.2")
+        else:
+            part(math.isfinite(loss), f"loss {loss:.4f}")
+        here, facts = self._matrices()
+        lines += [f for f in self.agree.gather(facts) if f]
+        if self.agree.rank == 0:
+            for line in lines:
+                self.log(f"first step: {line}")
+        self.agree.verdict(StartupError("; ".join(here)) if here else None, "first step: Muon")
+        if problems:
+            raise StartupError("first step: " + "; ".join(problems), rank=NOBODY)
+        self.samples.clear()
+
+    def _matrices(self) -> tuple[list[str], str]:
+        """This rank's blocks: norms of all of them, singular values of one of each kind, one oracle comparison."""
+        problems = []
+        for name, (square, smaller) in zip(self.names, self.norms, strict=True):
+            rms = math.sqrt(max(0.0, float(square)) / smaller)  # of the singular values
+            if not (0 < rms <= BAND[1]):
+                problems.append(f"{name}: singular values of RMS {rms:.3g} are outside {BAND}")
+        low, high, off = math.inf, 0.0, 0.0
+        for name, G, factor in self.samples.values():
+            found = against_oracle(G, factor)
+            low, high, off = min(low, found[0]), max(high, found[1]), max(off, found[2])
+            if not (found[0] >= BAND[0] and found[1] <= BAND[1] and found[2] <= 0.1):
+                problems.append(
+                    f"{name}: not orthogonalised: singular values {found[0]:.3g} to {found[1]:.3g} (band {BAND}), distance "
+                    f"{found[2]:.3g} from U V^T (0.1 allowed)"
+                )
+        facts = (
+            f"rank {self.agree.rank}: {len(self.samples)} sampled blocks of {len(self.names)}: singular values {low:.2f} to "
+            f"{high:.2f} (band {BAND[0]} to {BAND[1]}), off-diagonal distance from the oracle U V^T at most {off:.3f}"
+        )
+        return problems, facts if self.samples else ""
+
+
+def against_oracle(G, factor) -> tuple[float, float, float]:
+    """Compare `factor` F with G = U S V^T, computed here in float64 from the eigenvectors of G G^T, independently of Muon's
+    iteration. -> (smallest of u^T F v over the well-conditioned directions, largest singular value of F, RMS of the
+    off-diagonal part of U^T F V per direction)."""
+    G, F = (t.double() if t.shape[0] <= t.shape[1] else t.double().mT for t in (G, factor))  # (m, n), m <= n
+    values, U = torch.linalg.eigh(G @ G.mT)
+    S = values.clamp_min(0).sqrt()
+    keep = S > WELL * S.square().sum().sqrt()
+    U, S = U[:, keep], S[keep]
+    if not S.numel() or not F.isfinite().all():
+        return 0.0, math.inf, math.inf
+    D = U.mT @ F @ (G.mT @ U / S)  # (k, k); the identity for an exact orthogonal factor
+    off = (D - D.diag().diag()).square().sum().div(len(S)).sqrt()
+    highest = torch.linalg.eigvalsh(F @ F.mT)[-1].clamp_min(0).sqrt()
+    return float(D.diag().min()), float(highest), float(off)

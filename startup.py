@@ -1,0 +1,240 @@
+"""How a run starts, and how it ends.
+
+    SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])   # before torch is imported
+    agree = startup.init(SETTINGS)                                  # control plane, device, process group
+    with agree.stage("environment"): selftest.check_versions(agree, SETTINGS)
+    ...
+    startup.run_main(main)                                          # status.json, one readable line, exit code
+
+`agreement.py` holds what ranks agree with, `selftest.py` what they must prove. What a run ended as is in status.json;
+under plain python the exit code says the same (CODES). torchrun turns every failure into 1 and would restart even a
+user's mistake, so under it an agreed stop exits 0, --max-restarts is refused, and the README's loop starts a fresh
+torchrun for as long as `python startup.py again OUT_DIR` says so.
+
+torch is imported inside functions: a mistyped setting is reported at once, and the environment is set first.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+
+from agreement import (
+    CODES,
+    Agreement,
+    Control,
+    Exchange,
+    RankFailed,
+    StartupError,
+    Stopped,
+    StopSignals,
+    describe,
+    exit_code_of,
+    write_status,
+)
+
+__all__ = [
+    "CODES",
+    "Agreement",
+    "Exchange",
+    "RankFailed",
+    "StartupError",
+    "Stopped",
+    "StopSignals",
+    "write_status",
+]
+
+
+# --- start -----------------------------------------------------------------------------------------------------
+
+
+def load_or_exit(load, argv: list[str]):
+    """load(argv) -> settings, and their environment, before torch is imported. A mistake is one line and exit code 64."""
+    try:
+        settings = load(argv)
+    except Exception as e:
+        end_early(e, debug="--debug" in argv)
+    setup_environment(settings)
+    return settings
+
+
+def end_early(error: BaseException, debug: bool):
+    """End before there is a control plane. Under torchrun the first to end has the others stopped: one line a node."""
+    time.sleep(1 if int(os.environ.get("LOCAL_RANK", 0)) else 0)
+    if debug or os.environ.get("NOVA_DEBUG") == "1":
+        traceback.print_exception(error)
+    print(f"[nova] {describe(error)}", file=sys.stderr, flush=True)
+    os._exit(exit_code_of(error))
+
+
+def setup_environment(settings, environ=os.environ):
+    """Variables that must be set before torch is imported. Values that the user set win."""
+    wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TOKENIZERS_PARALLELISM": "false"}
+    if settings.debug:
+        wanted |= {
+            "CUDA_LAUNCH_BLOCKING": "1", "TORCH_USE_CUDA_DSA": "1", "TORCH_SHOW_CPP_STACKTRACES": "1",
+            "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,COLL",
+        }  # fmt: skip
+    if settings.nccl_safe:
+        wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_ALGO": "Ring"}
+    if settings.deterministic:
+        wanted |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for name, value in wanted.items():
+        environ.setdefault(name, value)
+
+
+CURRENT: Agreement | None = None  # of this process, for run_main
+
+
+def init(settings, environ=os.environ, log=print) -> Agreement:
+    """The control plane, then the process group. Every rank calls it first, after setup_environment."""
+    global CURRENT
+    restarts = (
+        int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+        int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    )
+    if max(restarts) > 0:
+        error = StartupError(
+            "torchrun --max-restarts is not supported: restarted ranks can meet addresses of dead ones, and a mistake is "
+            "retried as if it were a fault. Start a fresh torchrun instead, with the loop in the README"
+        )
+        error.exit_code = 64
+        raise error
+    if int(environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in environ:
+        raise StartupError("WORLD_SIZE is set but LOCAL_RANK is not: start the ranks with torchrun")
+    CURRENT = agree = Agreement(settings, environ, log)
+    agree.note()
+    with agree.stage("join"):
+        pass
+    with agree.stage("process group", settings.init_timeout):
+        device = choose_device(agree.local_rank, environ)
+        set_arithmetic(settings, device, agree.local_world, environ)
+        agree.open_groups(device)
+        agree.barrier()
+    return agree
+
+
+def choose_device(local_rank: int, environ=os.environ):
+    import torch
+
+    if not torch.cuda.is_available():
+        if os.path.exists("/dev/nvidiactl") and environ.get("CUDA_VISIBLE_DEVICES") != "":
+            raise StartupError(
+                f"this machine has an NVIDIA driver but torch {torch.__version__} sees no GPU: CPU build, or driver too "
+                'old (nvidia-smi). To train on the CPU on purpose set CUDA_VISIBLE_DEVICES=""'
+            )
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise StartupError(
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible; lower --nproc-per-node"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def set_arithmetic(settings, device, local_world: int, environ=os.environ):
+    """Threads, TF32 as in the seed, determinism."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if settings.threads or environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun itself sets 1
+        torch.set_num_threads(settings.threads or max(1, cores // local_world))
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = not settings.deterministic
+    torch.use_deterministic_algorithms(settings.deterministic)
+
+
+# --- end -------------------------------------------------------------------------------------------------------
+
+
+def run_main(main):
+    """Run main() and end the process: status.json, one readable line, the right exit code. main returns facts for
+    status.json when the run is done, and raises Stopped after an agreed stop. Never returns."""
+    debug = os.environ.get("NOVA_DEBUG") == "1" or "--debug" in sys.argv
+    try:
+        info = main() or {}
+        if CURRENT:
+            CURRENT.info |= info
+            if CURRENT.rank == 0:
+                write_status(CURRENT.settings.out_dir, "done", 0, **CURRENT.info)
+            CURRENT.close()
+        sys.exit(0)
+    except SystemExit:
+        raise
+    except BaseException as e:
+        error = e
+    if debug:
+        traceback.print_exception(error)
+    if CURRENT is None:
+        time.sleep(
+            1 if int(os.environ.get("LOCAL_RANK", 0)) else 0
+        )  # torchrun ends the others: one line a node
+        print(f"[nova] {describe(error)}", file=sys.stderr, flush=True)
+        os._exit(exit_code_of(error))
+    if isinstance(error, Stopped):
+        f = dict(rank=CURRENT.rank, host=socket.gethostname(), stage=CURRENT.task[0], why=str(error), code=3)
+        if CURRENT.rank == 0:
+            print(f"[nova] {error}", flush=True)
+            CURRENT.write_failure(f | {"reason": error.reason})
+        CURRENT.close()
+        sys.stdout.flush()
+        os._exit(CURRENT.final_code(3))
+    f = CURRENT.record_error(error)
+    if f["rank"] == CURRENT.rank:
+        save_traceback(error, f)
+    CURRENT.leave(f)
+
+
+def save_traceback(error: BaseException, f: dict):
+    """The culprit's traceback goes to a file of the run, and to torchrun's summary."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        path = os.path.join(CURRENT.settings.out_dir, f"traceback.rank{f['rank']}.txt")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        if not hasattr(error, "exit_code"):
+            print(f"[nova] full traceback in {path}", file=sys.stderr)
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}  # before its victims' ends
+            with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": Control.sentence(f), "extraInfo": extra}}, file)
+    except OSError:
+        pass  # a full disk must not hide the error itself
+
+
+def again(out_dir: str, limit: int = 3, wait: float = 10.0) -> tuple[bool, str]:
+    """Should the run be started again? (yes or no, why). A start that saved nothing new counts; `limit` of them end it."""
+    try:
+        with open(os.path.join(out_dir, "status.json"), encoding="utf-8") as f:
+            status = json.load(f)
+        os.remove(f.name)  # a launch that does not get as far as writing one must not be judged by the last
+    except FileNotFoundError:
+        return False, "no status.json: the run did not get as far as its start; read its last lines"
+    name, reason = status["status"], status.get("reason")
+    if not status["resumable"] or reason in ("SIGINT", "stop_at"):
+        write_status(out_dir, **status)
+        return False, f"{name}: {reason or status.get('why') or 'nothing to do'}"
+    path = os.path.join(out_dir, "restarts.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            before = json.load(f)
+    except FileNotFoundError:
+        before = {"saved": None, "fruitless": -1}
+    fruitless = before["fruitless"] + 1 if status.get("saved") == before["saved"] else 0
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump({"saved": status.get("saved"), "fruitless": fruitless}, f)
+    if fruitless >= limit:
+        os.remove(path)
+        return False, f"{name}: {fruitless} restarts without a new save; {status.get('why', '')}"
+    time.sleep(wait * fruitless)
+    return True, f"{name}: start again ({fruitless} of {limit} restarts without a new save)"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] != "again":
+        sys.exit("usage: python startup.py again OUT_DIR   (exit code 0: start the run again, 1: do not)")
+    yes, why = again(sys.argv[2])
+    print(f"[nova] {why}", file=sys.stderr)
+    sys.exit(0 if yes else 1)
