@@ -22,6 +22,7 @@ model that is not sharded (sample.py, tests) computes in whatever dtype its para
 fully_shard per block and root -> to_empty -> init_weights. One rank takes the same path as a thousand.
 """
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -34,6 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 EPS = 1e-6  # of every RMSNorm
@@ -309,6 +311,7 @@ class Nova(nn.Module):
             self.lm_head = nn.Linear(s.d_model, s.padded_vocab_size, bias=False)
         self.tables = None  # RoPE tables and 1 - lambda_0: see constants
         self.ids_checked = False
+        self.fp8 = False  # set by convert_fp8
 
     def forward(self, ids, targets=None):
         """ids (B, T) int64 -> logits (B, T, padded vocab) fp32, padded ids -inf; with targets (B, T), the *next* tokens,
@@ -352,6 +355,10 @@ class Nova(nn.Module):
             raise ModelError(f"ids must be (B, T) int64, not {tuple(ids.shape)} {ids.dtype}")
         if ids.shape[1] > s.max_len:
             raise bad(s, "max_len", f"the sequence has {ids.shape[1]} tokens")
+        if self.fp8 and torch.is_grad_enabled() and ids.numel() % 16:
+            raise bad(
+                s, "micro_batch", f"float8 needs a multiple of 16 tokens per micro-step, not {ids.numel()}"
+            )
         if targets is not None and targets.shape != ids.shape:
             raise ModelError(f"targets {tuple(targets.shape)} must have the shape of ids {tuple(ids.shape)}")
         if ids.device.type == "cpu" or not self.ids_checked:  # on a GPU only once: it waits for the device
@@ -522,21 +529,139 @@ def build_model(settings, mesh, device, log=print) -> Nova:
 
 
 def choose_attention(settings, device, log=print):
-    """Pin the attention kernel of a GPU: the fastest that runs forward and backward on this model's shapes."""
+    """Pin the attention kernel of a GPU: the first of a fixed order (a timed choice could differ between a run and its
+    resume) whose forward and backward agree with fp32 math on this model's heads. Differential attention wants q, k of
+    D/2 with v of D; cuDNN takes that, flash needs padded keys (Attention.two_streams: a third more FLOPs)."""
+    s = settings
     Attention.unequal = False
     if device.type != "cuda":
-        log(f"attention={settings.attention}: torch's CPU kernel")
+        log(f"attention={s.attention}: torch's CPU kernel in fp32")
+        return
+    kernels = ["flash", "efficient"] if s.deterministic else ["cudnn", "flash", "efficient"]
+    options = [(k, u) for k in kernels for u in ((True, False) if s.attention == "diff" else (False,))]
+    if s.allow_math_attention:
+        options.append(("math", False))
+    problems = []
+    for kernel, unequal in options:
+        problem = attention_problem(s, device, kernel, unequal)
+        form = f"{kernel}{', v wider than q and k' if unequal else ', keys padded' if s.attention == 'diff' else ''}"
+        if problem is None:
+            Attention.unequal = unequal
+            for name, switch in SDPA_SWITCHES.items():
+                switch(
+                    name == kernel
+                )  # SDPA raises where the pinned kernel cannot run: never math in silence
+            log(
+                f"attention={s.attention}: {form}"
+                + (f"; passed over: {'; '.join(problems)}" if problems else "")
+            )
+            return
+        problems.append(f"{form}: {problem}")
+    raise bad(
+        s, "attention", f"no fast kernel runs with head_dim={s.head_dim} (a multiple of 16 helps; d_model and n_heads set "
+        f"it). allow_math_attention=True accepts the slow one. Tried {'; '.join(problems)}",
+    )  # fmt: skip
+
+
+SDPA_SWITCHES = {
+    "flash": torch.backends.cuda.enable_flash_sdp,
+    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+    "math": torch.backends.cuda.enable_math_sdp,
+}
+
+
+def attention_problem(settings, device, kernel: str, unequal: bool) -> str | None:
+    """None if `kernel` computes this model's attention in bf16 within 2e-2 of fp32 math, forward and backward."""
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
+    }  # fmt: skip
+    s, T = settings, 256
+    query_dim = s.head_dim // 2 if unequal else s.head_dim
+    group = (2 if s.attention == "diff_v2" else 1) * s.n_heads // s.n_kv_heads
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(2, T, 2 * group, query_dim), (2, T, 2, query_dim), (2, T, 2, s.head_dim)]
+    inputs = [torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes]
+
+    def results(dtype, backend):
+        q, k, v = leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        with sdpa_kernel([backend]):
+            y = sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), s.head_dim**-0.5)
+            return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+    try:
+        for got, want in zip(
+            results(torch.bfloat16, backends[kernel]), results(torch.float32, SDPBackend.MATH), strict=True
+        ):
+            error = ((got.float() - want).norm() / want.norm()).item()
+            if not error < 2e-2:
+                return f"relative error {error:.1e}"
+    except RuntimeError as e:
+        return str(e).strip().splitlines()[0][:100]
+    return None
 
 
 def convert_fp8(model, settings, log=print):
-    """Make the block matrices float8 for their three matmuls; master weights and everything else stay as they are."""
-    raise NotImplementedError
+    """Make the block matrices float8 in their matmuls (torchao); the fp32 masters and everything else stay.
+
+    Weights are gathered in bf16 and cast after: torchao's float8 all-gather is for tensorwise only and wraps the masters
+    in a tensor subclass that Muon and the checkpoints would have to know.
+    """
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )  # costs 2 s: only where it is used
+
+    taken, skipped = [], {}
+
+    def wanted(module, name: str) -> bool:
+        if not isinstance(module, nn.Linear):
+            return False
+        if not name.endswith(MATRICES):
+            skipped[name.rsplit(".", 1)[-1]] = "precision matters more than speed"
+        elif any(n % 16 for n in module.weight.shape):
+            skipped[name.split(".", 2)[-1]] = f"{tuple(module.weight.shape)} are no multiples of 16"
+        else:
+            taken.append(name)
+        return name in taken
+
+    config = Float8LinearConfig.from_recipe_name(settings.fp8_recipe)
+    config = dataclasses.replace(config, emulate=settings.fp8_emulate)
+    total = sum(isinstance(m, nn.Linear) for m in model.modules())
+    convert_to_float8_training(model, module_filter_fn=wanted, config=config)
+    if not taken and settings.use_fp8 == "on":
+        raise bad(
+            settings, "use_fp8", f"no matrix of the blocks has dimensions that are multiples of 16: {skipped}"
+        )
+    model.fp8 = bool(taken)
+    log(
+        f"float8 ({settings.fp8_recipe}{', emulated' if settings.fp8_emulate else ''}): {len(taken)} of {total} linear "
+        f"layers" + "".join(f"; not {name} ({why})" for name, why in skipped.items())
+    )
 
 
 def compile_blocks(model, settings, log=print):
     """torch.compile the body of every block: one graph for all layers, a new one for each (B, T) and mode."""
+    torch._dynamo.config.recompile_limit = 64  # contexts of the warm-up x (train, evaluate); the default is 8
+    failed = []
+
+    def run(block, compiled, *inputs):
+        if not failed:
+            try:
+                return compiled(*inputs)
+            except torch._dynamo.exc.TorchDynamoException as e:  # nothing has run yet: compiling comes first
+                text = next((line for line in str(e).splitlines() if line.strip()), "")
+                if settings.use_compile is True:
+                    cure = 'set use_compile=False, or "auto" to go on without it'
+                    raise bad(settings, "use_compile", f"torch.compile failed ({cure}): {text}") from e
+                log(f"use_compile=auto: torch.compile FAILED, the run goes on in eager mode, slower. {text}")
+                failed.append(text)
+        return block.body(*inputs)
+
     for block in model.layers:
-        block.run = torch.compile(block.body, fullgraph=True, dynamic=False)
+        compiled = torch.compile(block.body, fullgraph=True, dynamic=False)
+        block.run = functools.partial(run, block, compiled)
 
 
 # --- counts --------------------------------------------------------------------------------------------------
