@@ -31,162 +31,46 @@ import secrets
 import shutil
 import threading
 import time
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from sealed import (
+    DTYPES,
+    FORMAT,
+    NAME,
+    CheckpointError,
+    check_shared_folder,
+    check_space,
+    compare,
+    describe,
+    export,
+    files_below,
+    read_export,
+    read_manifest,
+    read_model,
+    read_state,
+    saved_tensors,
+    seal,
+    sync,
+    to_json,
+    verify,
+    write_text,
+)  # fmt: skip
 from settings import Settings, SettingsError, changes
+from uploads import ROTATED, Uploads, by_serial, published
 
-FORMAT = "nova-checkpoint-1"
-KINDS = ("latest", "best", "milestone", "final")
-ROTATED = ("latest", "best", "milestone")  # `final` is never deleted
-NAME = re.compile(r"step-(\d{8,})-(latest|best|milestone|final)-(\d{4,})")
+__all__ = [  # what other files use, this file's and sealed.py's
+    "CheckpointError", "Checkpoints", "check_shared_folder", "check_space", "export", "read_export", "read_model",
+    "read_state", "refuse_changes", "verify",
+]  # fmt: skip
+KINDS = (*ROTATED, "final")
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-DTYPES = {  # safetensors' names
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-SLACK = 2  # checkpoints of a kind kept beyond `keep` while the Hub has none of them yet
-EXPORT_FILE_BYTES = 5 * 10**9  # an export larger than this is split, as Hub repos usually are
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that can't be used, a folder that is not this run's, or state that can't be saved."""
-
-    exit_code = 74
-
-
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
-def sync(path: str):
-    """Force a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_text(path: str, text: str):
-    """Write a file so that after a crash it has either its old or its new content."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
-    sync(os.path.dirname(path))
-
-
-def to_json(value, what: str) -> str:
-    """JSON text, or a CheckpointError for a value that JSON has no word for (tensor, NaN, set…)."""
-    try:
-        return json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as e:
-        raise CheckpointError(f"{what} is not JSON: {e}") from None
-
-
-def file_sha256(path: str) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def seal(manifest: dict) -> str:
-    """The text of a manifest: its own digest included, so that a flipped bit in it is seen too."""
-    body = {k: v for k, v in manifest.items() if k != "sha256"}
-    digest = hashlib.sha256(to_json(body, "manifest").encode()).hexdigest()
-    return to_json({**body, "sha256": digest}, "manifest")
-
-
-def read_manifest(folder: str) -> dict:
-    """The manifest of a checkpoint or export. Raises CheckpointError unless it is intact, to the byte."""
-    path = os.path.join(folder, "manifest.json")
-    try:
-        with open(path, "rb") as f:
-            text = f.read()
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no manifest.json, so this is not a checkpoint") from None
-    try:
-        manifest = json.loads(text)
-        intact = manifest["format"] == FORMAT and seal(manifest).encode() == text
-    except (ValueError, TypeError, KeyError, RecursionError, CheckpointError):
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{path}: damaged, or not written by this version ({FORMAT})")
-    return manifest
-
-
-def files_below(folder: str) -> set[str]:
-    """Relative paths of all files below a folder."""
-    return {
-        os.path.relpath(os.path.join(root, name), folder)
-        for root, _, names in os.walk(folder)
-        for name in names
-    }
-
-
-def verify(folder: str, rank: int = 0, world: int = 1, others: bool = False) -> dict:
-    """The manifest, after comparing every size, and the sha256 of this rank's share of the files.
-
-    `others`: files beside the listed ones are accepted (an export gets a report added to it)."""
-    manifest = read_manifest(folder)
-    files = manifest["files"]
-    present = files_below(folder) - {"manifest.json"}
-    missing, extra = sorted(set(files) - present), sorted(present - set(files))
-    if missing or (extra and not others):
-        raise CheckpointError(f"{folder}: " + (f"missing {missing}" if missing else f"unknown files {extra}"))
-    for name, entry in files.items():
-        size = os.path.getsize(os.path.join(folder, name))
-        if size != entry["size"]:
-            raise CheckpointError(f"{folder}/{name}: {size} bytes, should be {entry['size']}")
-    largest_first = sorted(files, key=lambda n: (-files[n]["size"], n))
-    for name in largest_first[rank::world]:
-        if file_sha256(os.path.join(folder, name)) != files[name]["sha256"]:
-            raise CheckpointError(f"{folder}/{name}: its sha256 is not the manifest's: the file is damaged")
-    return manifest
-
-
-def describe(folder: str, name: str) -> dict:
-    """A manifest's entry for a file."""
-    path = os.path.join(folder, name)
-    return {name: {"size": os.path.getsize(path), "sha256": file_sha256(path)}}
-
-
-class Chunk(NamedTuple):
-    """A piece of a saved tensor: the file that holds it and where it lies in the whole."""
-
-    file: str
-    offsets: tuple
-    shape: tuple
-
-
-def saved_tensors(folder: str) -> dict[str, tuple[str, tuple, list[Chunk]]]:
-    """{key: (safetensors dtype, global shape, chunks)} from the headers of a checkpoint's tensor files."""
-    found = {}
-    for file in sorted(os.listdir(folder)):
-        path = os.path.join(folder, file)
-        with open(path, "rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-        for key, entry in header.items():
-            shape = tuple(entry["shape"])
-            at = tuple(offsets[key]["saved_offsets"]) if key in offsets else (0,) * len(shape)
-            dtype, whole, chunks = found.setdefault(key, (entry["dtype"], shape, []))
-            chunks.append(Chunk(path, at, shape))
-            whole = tuple(max(w, a + s) for w, a, s in zip(whole, at, shape, strict=True))
-            found[key] = dtype, whole, chunks
-    return found
-
-
-# --- exchange between ranks ----------------------------------------------------------------------------------------
 
 
 def gather_json(value, group) -> list:
@@ -221,42 +105,6 @@ def patiently(function, agree):
         thread.join(5.0)
     agree.verdict(box.get("error"), "checkpoint")
     return agree.broadcast(box.get("value", False))
-
-
-def check_shared_folder(folder: str, agree, patience: float = 10.0):
-    """Raise CheckpointError unless every rank sees what rank 0 writes: a checkpoint's files come from all of them."""
-    problem, token, marker = None, secrets.token_hex(8), os.path.join(folder, ".shared-folder")
-    if agree.rank == 0:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            write_text(marker, token)
-        except OSError as e:
-            problem = CheckpointError(f"out_dir {folder} can't be written: {e}")
-    agree.verdict(problem, "shared folder")
-    token, seen, end = agree.broadcast(token), None, time.monotonic() + patience
-    while seen != token and time.monotonic() < end:  # a network file system may show a new file late
-        try:
-            with open(marker, encoding="utf-8") as f:
-                seen = f.read()
-        except OSError:
-            time.sleep(0.2)
-    if seen != token:
-        problem = CheckpointError(
-            f"rank {agree.rank} does not see rank 0's files in {folder}: several nodes need one shared file system"
-        )
-    agree.verdict(problem, "shared folder")
-    if agree.rank == 0:
-        os.unlink(marker)
-
-
-def check_space(folder: str, bytes_needed: float):
-    """Raise CheckpointError unless the file system of `folder` has that many bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < bytes_needed:
-        raise CheckpointError(
-            f"{folder} has {free / 1e9:.1f} GB free, its checkpoints need {bytes_needed / 1e9:.1f} GB: "
-            "free space, choose another out_dir, or lower ckpt_keep"
-        )
 
 
 def refuse_changes(saved: dict, now: Settings) -> list[str]:
@@ -355,9 +203,14 @@ class Checkpoints:
             raise CheckpointError(f"run id {self.run_id!r}: use letters, digits, '.', '_' and '-'")
         write_text(record, to_json({"run_id": self.run_id, "earlier": earlier}, "run.json"))
         for name in os.listdir(self.folder):
-            if name.startswith(f".tmp-{self.run_id}+"):
-                self.log(f"removing {name}, left by a save that was killed")
-                shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+            path = os.path.join(self.folder, name)
+            if name.startswith(f".tmp-{self.run_id}+") and not name.endswith(".part"):
+                self.log(
+                    f"removing {name}, left by a save that was killed"
+                )  # .part: a download to go on with
+                shutil.rmtree(path, ignore_errors=True)
+            if name in ("run.json.tmp", "published.json.tmp"):
+                os.unlink(path)
             if NAME.search(name):  # also of damaged and of other runs': a serial number is never used twice
                 self.serial = max(self.serial, int(NAME.search(name)[3]))
 
@@ -604,6 +457,11 @@ class Checkpoints:
         if self.uploads is not None:
             self.uploads.put(flight.name, flight.kind)
 
+    def publish(self, folder: str, prefix: str):
+        """Queue another sealed folder (an export) for the Hub, below `prefix` ("" is the repo's root)."""
+        if self.uploads is not None:
+            self.uploads.put(prefix, f"folder {prefix}", os.path.abspath(folder), prefix)
+
     def wait(self) -> list[dict]:
         """Finish the save in flight, then as `poll`."""
         self.wait_local()
@@ -627,8 +485,8 @@ class Checkpoints:
         if self.resume == "never":
             return None
         damaged = []
-        names = [n for n in os.listdir(self.folder) if NAME.fullmatch(n)] if self.agree.rank == 0 else []
-        for name in self.agree.broadcast(sorted(names, key=lambda n: -int(NAME.fullmatch(n)[3]))):
+        names = by_serial(os.listdir(self.folder)) if self.agree.rank == 0 else []
+        for name in reversed(self.agree.broadcast(names)):
             path = os.path.join(self.folder, name)
             if self._usable(path, damaged):
                 return path
@@ -648,28 +506,34 @@ class Checkpoints:
 
     def _usable(self, path: str, damaged: list) -> bool:
         """All ranks: whether a folder is an intact checkpoint of this run; says loudly why not."""
-        problem, manifest = None, {}
+        owner, answer = self.run_id, ["ok", ""]
         try:
-            manifest = verify(path, self.agree.rank, self.agree.world)
-        except (CheckpointError, OSError) as e:
-            problem = f"{type(e).__name__}: {e}" if isinstance(e, OSError) else str(e)
-        problems = [p for p in self.agree.gather(problem) if p]
-        if not problems:
-            if manifest["run_id"] == self.run_id:
-                self.verified.add(path)
-                return True
-            self.log(f"skipping {path}: it belongs to run {manifest['run_id']}, this is {self.run_id}")
-            return False
-        damaged.append(os.path.basename(path))
-        self.log(f"DAMAGED CHECKPOINT, falling back to an older one: {problems[0]}")
-        if self.agree.rank == 0:
-            try:  # out of the way of rotation, which would keep it and delete a good one; nothing is deleted
-                if read_manifest(path)["run_id"] == self.run_id:
-                    os.rename(path, os.path.join(self.folder, "damaged-" + os.path.basename(path)))
-            except (CheckpointError, OSError):
-                pass
-        self.agree.barrier()
-        return False
+            owner = read_manifest(path)["run_id"]
+            if owner == self.run_id:
+                verify(path, self.agree.rank, self.agree.world)
+        except CheckpointError as e:
+            answer = ["damaged", str(e)]
+        except OSError as e:
+            answer = ["unreadable", f"{path}: {e}"]
+        bad = [a for a in self.agree.gather(answer) if a[0] != "ok"]
+        if bad:
+            damaged.append(os.path.basename(path))
+            self.log(f"DAMAGED CHECKPOINT, falling back to an older one: {bad[0][1]}")
+            if self.agree.rank == 0 and owner == self.run_id and all(a[0] == "damaged" for a in bad):
+                self._set_aside(path)
+            self.agree.barrier()
+        elif owner != self.run_id:
+            self.log(f"skipping {path}: it belongs to run {owner}, this is {self.run_id}")
+        else:
+            self.verified.add(path)
+        return not bad and owner == self.run_id
+
+    def _set_aside(self, path: str):
+        """Rank 0: rename a damaged checkpoint, so that rotation does not keep it in place of a good one."""
+        try:
+            os.rename(path, os.path.join(self.folder, "damaged-" + os.path.basename(path)))
+        except OSError as e:
+            self.log(f"{path} stays where it is: {e}")
 
     def _fetch(self, damaged: list) -> str | None:
         """Rank 0: the newest intact checkpoint of this run on the Hub, downloaded; its folder, or None."""
@@ -677,10 +541,8 @@ class Checkpoints:
             self.serial = max(self.serial, int(NAME.fullmatch(name)[3]))
             temporary = os.path.join(self.folder, f".tmp-{self.run_id}+{name}")
             path = os.path.join(self.folder, name)
-            if os.path.exists(
-                path
-            ):  # a damaged one whose manifest can't be read: keep it, under another name
-                os.rename(path, os.path.join(self.folder, "damaged-" + name))
+            if os.path.exists(path):
+                self._set_aside(path)
             self.log(f"downloading checkpoint {name} of run {self.run_id} from the Hub")
             shutil.rmtree(temporary, ignore_errors=True)
             try:
@@ -705,8 +567,7 @@ class Checkpoints:
         agree, problem = self.agree, None
         try:
             manifest = read_manifest(path) if path in self.verified else verify(path, agree.rank, agree.world)
-            with open(os.path.join(path, "state.json"), encoding="utf-8") as f:
-                state = json.load(f)
+            state = read_state(path)
             compare(saved_tensors(os.path.join(path, "tensors")), shared, path)
         except (CheckpointError, OSError, ValueError, KeyError) as e:
             problem = (
@@ -744,290 +605,3 @@ def layout_of(shared: dict) -> str:
         if isinstance(v, DTensor)
     ]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
-
-
-def compare(saved: dict, shared: dict, path: str):
-    """Raise CheckpointError unless keys, shapes and dtypes are the saved ones and nothing of a tensor is missing."""
-    missing, unknown = sorted(set(shared) - set(saved)), sorted(set(saved) - set(shared))
-    if missing or unknown:
-        raise CheckpointError(f"{path} does not fit: it lacks {missing[:8]}, and has {unknown[:8]} in excess")
-    for key, (dtype, shape, chunks) in saved.items():
-        have = shared[key]
-        if tuple(have.shape) != shape or DTYPES.get(dtype) != have.dtype:
-            raise CheckpointError(
-                f"{path}: {key} is {dtype} {shape}, this run's is {have.dtype} {tuple(have.shape)}"
-            )
-        covered = sum(torch.Size(c.shape).numel() for c in chunks)
-        if covered != have.numel():
-            raise CheckpointError(f"{path}: {key} is saved in part: {covered} of {have.numel()} values")
-
-
-# --- the Hub -------------------------------------------------------------------------------------------------------
-
-
-def published(publisher, run_id: str) -> list[str]:
-    """Names of the run's checkpoints on the Hub that have a manifest, oldest first."""
-    names = (path.split("/") for path in publisher.list(f"{run_id}/") if path.endswith("/manifest.json"))
-    return sorted((n[1] for n in names if NAME.fullmatch(n[1])), key=lambda n: int(NAME.fullmatch(n)[3]))
-
-
-class Uploads:
-    """Rank 0's queue to the Hub: a thread that uploads finished folders one at a time, behind the run.
-
-    Retries within an upload are the publisher's; what still fails stays in the queue and is tried again later. A
-    newer `latest`, `best` or export takes the place of an older one that waits; milestones and `final` wait for good.
-    Old checkpoints on the Hub go only after a newer one of their kind is there, with the sizes and hashes of its
-    manifest. Receipts are kept in published.json, so that a restart knows what is where."""
-
-    RETRY = 60.0, 900.0  # seconds until a failed upload is tried again: first, and at most
-
-    def __init__(self, folder: str, run_id: str, publisher, keep: int, log):
-        self.folder, self.run_id, self.publisher, self.keep, self.log = folder, run_id, publisher, keep, log
-        self.record = os.path.join(folder, "published.json")
-        try:
-            with open(self.record, encoding="utf-8") as f:
-                self.receipts = json.load(f)
-        except (OSError, ValueError):
-            self.receipts = {}  # at worst something is uploaded twice
-        self.pending: dict[
-            str, tuple[str, str]
-        ] = {}  # {remote prefix: (folder, kind)}, first come first served
-        self.active, self.known, self.failures, self.deadline = None, None, 0, None
-        self.changed, self.thread = threading.Condition(), None
-        for name in sorted(os.listdir(folder), key=lambda n: n.rpartition("-")[2]):
-            if (match := NAME.fullmatch(name)) and f"{run_id}/{name}" not in self.receipts:
-                try:
-                    if read_manifest(os.path.join(folder, name))["run_id"] == run_id:
-                        self.put(name, match[2])
-                except (CheckpointError, OSError):
-                    continue
-
-    def put(self, name: str, kind: str, folder: str | None = None, prefix: str | None = None):
-        """Queue a checkpoint of this run (or another sealed folder, under a prefix of its own)."""
-        prefix = f"{self.run_id}/{name}" if prefix is None else prefix
-        with self.changed:
-            if kind not in ("milestone", "final"):
-                self.pending = {p: v for p, v in self.pending.items() if v[1] != kind or p == self.active}
-            self.pending.pop(prefix, None)
-            self.pending[prefix] = folder or os.path.join(self.folder, name), kind
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._work, name="uploads", daemon=True)
-                self.thread.start()
-            self.changed.notify_all()
-
-    def may_delete(self, name: str, onwards: list[str], keep: int) -> bool:
-        """Whether rotation may delete a local checkpoint. `onwards`: it and all younger ones of its kind."""
-        prefixes = [f"{self.run_id}/{n}" for n in onwards]
-        if self.active == prefixes[0]:
-            return False
-        if any(p in self.receipts for p in prefixes):
-            return True  # it, or a younger one that does its service, is safely on the Hub
-        if len(onwards) > keep + SLACK:
-            self.log(
-                f"deleting {name} although the Hub has no copy: {keep + SLACK} younger ones wait to go there"
-            )
-            return True
-        return False
-
-    def _work(self):
-        pause = self.RETRY[0]
-        while True:
-            with self.changed:
-                while not self.pending and self.deadline is None:
-                    self.changed.wait()
-                if not self.pending:
-                    return
-                prefix, (folder, kind) = next(iter(self.pending.items()))
-                self.active = prefix
-            try:
-                receipt = self._upload(prefix, folder, kind)
-            except Exception as e:
-                with self.changed:
-                    self.active = None
-                    if not os.path.isdir(folder):  # rotated away meanwhile
-                        self.pending.pop(prefix, None)
-                        continue
-                    self.failures += 1
-                    self.log(f"UPLOAD FAILED, number {self.failures}: {prefix}: {type(e).__name__}: {e}")
-                    if self.pending.get(prefix) == (folder, kind):  # behind the others, if there are any
-                        self.pending[prefix] = self.pending.pop(prefix)
-                    if self.deadline is not None and time.monotonic() > self.deadline:
-                        return
-                    self.changed.wait(pause)
-                    pause = min(2 * pause, self.RETRY[1])
-                continue
-            pause = self.RETRY[0]
-            with self.changed:
-                self.active = None
-                self.pending.pop(prefix, None)
-                self.receipts[prefix] = receipt
-                self.changed.notify_all()
-            try:
-                write_text(self.record, to_json(self.receipts, "published.json"))
-            except (OSError, CheckpointError) as e:
-                self.log(f"{self.record}: {e}")
-
-    def _upload(self, prefix: str, folder: str, kind: str) -> dict:
-        """Upload a folder, see that the Hub has what its manifest says, then rotate there."""
-        mine = set(published(self.publisher, self.run_id))
-        if self.known is not None and mine - self.known:
-            raise CheckpointError(
-                f"another process publishes run {self.run_id} too (it wrote {sorted(mine - self.known)}): stop one"
-            )
-        self.known = mine
-        manifest = read_manifest(folder)
-        began = time.monotonic()
-        receipt = self.publisher.upload(folder, prefix)
-        there = self.publisher.list(f"{prefix}/" if prefix else "")
-        for name, entry in manifest["files"].items():
-            size, digest = there.get(f"{prefix}/{name}" if prefix else name, (None, None))
-            if size != entry["size"] or digest not in (None, entry["sha256"]):
-                raise CheckpointError(
-                    f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
-                )
-        self.log(f"{prefix} is on the Hub, verified ({time.monotonic() - began:.0f} s)")
-        name = os.path.basename(folder)
-        if prefix == f"{self.run_id}/{name}":
-            self.known.add(name)
-        if kind in ROTATED:
-            old = [n for n in published(self.publisher, self.run_id) if NAME.fullmatch(n)[2] == kind]
-            for stale in old[: -self.keep]:
-                try:
-                    self.publisher.delete(f"{self.run_id}/{stale}")
-                    self.receipts.pop(f"{self.run_id}/{stale}", None)
-                except OSError as e:
-                    self.log(f"{stale} could not be deleted on the Hub: {e}")
-        return receipt
-
-    def close(self, timeout: float) -> list[str]:
-        """Give the queue `timeout` seconds; what is not on the Hub then."""
-        end = time.monotonic() + timeout
-        with self.changed:
-            self.deadline = end
-            self.changed.notify_all()
-            while self.pending and (left := end - time.monotonic()) > 0 and self.thread.is_alive():
-                self.changed.wait(left)
-            return list(self.pending)
-
-
-# --- weights without a process group -------------------------------------------------------------------------------
-
-
-def newest_below(path: str) -> str:
-    """The checkpoint folder that `path` means: itself, or the newest intact one of a run folder."""
-    if os.path.exists(os.path.join(path, "manifest.json")):
-        return path
-    folders = [f for f in (os.path.join(path, "checkpoints"), path) if os.path.isdir(f)]
-    names = [
-        (int(m[3]), os.path.join(f, n)) for f in folders for n in os.listdir(f) if (m := NAME.fullmatch(n))
-    ]
-    for _, candidate in sorted(names, reverse=True):
-        try:
-            verify(candidate)
-            return candidate
-        except (CheckpointError, OSError) as e:
-            print(f"skipping a damaged checkpoint: {e}")
-    raise CheckpointError(f"{path} holds no usable checkpoint")
-
-
-def read_model(path: str, prefix: str = "model.") -> tuple[dict, dict[str, torch.Tensor]]:
-    """(the `config` of a checkpoint's state, {parameter name: whole tensor}), from a checkpoint or a run folder."""
-    path = newest_below(path)
-    verify(path)
-    with open(os.path.join(path, "state.json"), encoding="utf-8") as f:
-        config = json.load(f)["config"]
-    tensors, chunks = {}, {}
-    for key, (dtype, shape, pieces) in saved_tensors(os.path.join(path, "tensors")).items():
-        if key.startswith(prefix):
-            tensors[key] = torch.empty(shape, dtype=DTYPES[dtype])
-            for piece in pieces:
-                chunks.setdefault(piece.file, []).append((key, piece))
-    for file, pieces in chunks.items():
-        with safe_open(file, framework="pt") as f:
-            for key, piece in pieces:
-                at = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.shape, strict=True))
-                tensors[key][at] = f.get_tensor(key)
-    return config, {k.removeprefix(prefix): t for k, t in tensors.items()}
-
-
-def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EXPORT_FILE_BYTES):
-    """Write model.safetensors (or several and an index) and config.json, whole tensors in the order of their names:
-    the same bytes from any number of ranks. Called by all ranks; an earlier export is replaced when this is complete."""
-    problem, files, temporary = None, [[]], folder.rstrip("/") + ".tmp"
-    size = 0
-    for name in sorted(tensors):
-        tensor_bytes = tensors[name].numel() * tensors[name].element_size()
-        if files[-1] and size + tensor_bytes > file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += tensor_bytes
-    titles = ["model.safetensors"]
-    if len(files) > 1:
-        titles = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    try:
-        text = to_json(config, "config")
-        if agree.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            os.makedirs(temporary)
-    except (OSError, CheckpointError) as e:
-        problem = e
-    agree.verdict(problem, "export")
-    for title, names in zip(titles, files, strict=True):
-        whole = {}
-        for name in names:
-            value = tensors[name].detach()
-            value = (
-                value.full_tensor() if isinstance(value, DTensor) else value
-            )  # all ranks, one tensor at a time
-            if agree.rank == 0:
-                whole[name] = value.to("cpu").contiguous()
-        try:
-            if agree.rank == 0:
-                save_file(whole, os.path.join(temporary, title), metadata={"format": "pt"})
-                sync(os.path.join(temporary, title))
-        except Exception as e:
-            problem = CheckpointError(f"export to {folder}: {e}")
-        agree.verdict(problem, "export")
-    try:
-        if agree.rank == 0:
-            _finish_export(folder, temporary, text, dict(zip(titles, files, strict=True)))
-    except OSError as e:
-        problem = CheckpointError(f"export to {folder}: {e}")
-    agree.verdict(problem, "export")
-
-
-def _finish_export(folder: str, temporary: str, text: str, files: dict[str, list[str]]):
-    """Rank 0: configuration, index, manifest, and the exchange of folders."""
-    write_text(os.path.join(temporary, "config.json"), text)
-    if len(files) > 1:
-        total = sum(os.path.getsize(os.path.join(temporary, f)) for f in files)
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {n: f for f, names in files.items() for n in names},
-        }
-        write_text(os.path.join(temporary, "model.safetensors.index.json"), to_json(index, "index"))
-    entries = {}
-    for name in sorted(files_below(temporary)):
-        entries |= describe(temporary, name)
-    write_text(
-        os.path.join(temporary, "manifest.json"), seal({"format": FORMAT, "kind": "export", "files": entries})
-    )
-    if os.path.exists(folder):
-        shutil.rmtree(folder + ".old", ignore_errors=True)
-        os.rename(folder, folder + ".old")
-    os.rename(temporary, folder)
-    sync(os.path.dirname(os.path.abspath(folder)))
-    shutil.rmtree(folder + ".old", ignore_errors=True)
-
-
-def read_export(folder: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    """(config, {parameter name: tensor}) of an export, after verifying it."""
-    manifest = verify(folder, others=True)
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-        config = json.load(f)
-    tensors = {}
-    for name in sorted(manifest["files"]):
-        if name.endswith(".safetensors"):
-            tensors |= load_file(os.path.join(folder, name))
-    return config, tensors

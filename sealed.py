@@ -1,0 +1,339 @@
+"""Sealed folders: what a checkpoint or an export looks like on disk, and how to read one without a process group.
+
+A folder is sealed by its manifest.json: size and sha256 of every other file, and the manifest's own digest. One flipped
+bit, one missing or one additional byte anywhere, and `verify` refuses it. Tensors are safetensors, all else is JSON:
+nothing that is read here can run code.
+
+References: the safetensors format (8 bytes of header length, a JSON header, raw values); its DCP_SHARDING_INFO metadata
+is where torch.distributed.checkpoint notes which part of the whole tensor a file holds.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+FORMAT = "nova-checkpoint-1"
+NAME = re.compile(
+    r"step-(\d{8,})-(latest|best|milestone|final)-(\d{4,})"
+)  # step, kind, serial number of the save
+DTYPES = {  # safetensors' names
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+EXPORT_FILE_BYTES = 5 * 10**9  # an export larger than this is split, as Hub repos usually are
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be used, a folder that is not this run's, or state that can't be saved."""
+
+    exit_code = 74
+
+
+def sync(path: str):
+    """Force a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: str, text: str):
+    """Write a file so that after a crash it has either its old or its new content."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+    sync(os.path.dirname(path))
+
+
+def to_json(value, what: str) -> str:
+    """JSON text, or a CheckpointError for a value that JSON has no word for (tensor, NaN, set…)."""
+    try:
+        return json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"{what} is not JSON: {e}") from None
+
+
+def file_sha256(path: str) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def seal(manifest: dict) -> str:
+    """The text of a manifest: its own digest included, so that a flipped bit in it is seen too."""
+    body = {k: v for k, v in manifest.items() if k != "sha256"}
+    digest = hashlib.sha256(to_json(body, "manifest").encode()).hexdigest()
+    return to_json({**body, "sha256": digest}, "manifest")
+
+
+def read_manifest(folder: str) -> dict:
+    """The manifest of a checkpoint or export. Raises CheckpointError unless it is intact, to the byte."""
+    path = os.path.join(folder, "manifest.json")
+    try:
+        with open(path, "rb") as f:
+            text = f.read()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no manifest.json, so this is not a checkpoint") from None
+    try:
+        manifest = json.loads(text)
+        intact = manifest["format"] == FORMAT and seal(manifest).encode() == text
+    except (ValueError, TypeError, KeyError, RecursionError, CheckpointError):
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path}: damaged, or not written by this version ({FORMAT})")
+    return manifest
+
+
+def files_below(folder: str) -> set[str]:
+    """Relative paths of all files below a folder."""
+    return {
+        os.path.relpath(os.path.join(root, name), folder)
+        for root, _, names in os.walk(folder)
+        for name in names
+    }
+
+
+def verify(folder: str, rank: int = 0, world: int = 1, others: bool = False) -> dict:
+    """The manifest, after comparing every size, and the sha256 of this rank's share of the files.
+
+    `others`: files beside the listed ones are accepted (an export gets a report added to it)."""
+    manifest = read_manifest(folder)
+    files = manifest["files"]
+    present = files_below(folder) - {"manifest.json"}
+    missing, extra = sorted(set(files) - present), sorted(present - set(files))
+    if missing or (extra and not others):
+        raise CheckpointError(f"{folder}: " + (f"missing {missing}" if missing else f"unknown files {extra}"))
+    for name, entry in files.items():
+        size = os.path.getsize(os.path.join(folder, name))
+        if size != entry["size"]:
+            raise CheckpointError(f"{folder}/{name}: {size} bytes, should be {entry['size']}")
+    largest_first = sorted(files, key=lambda n: (-files[n]["size"], n))
+    for name in largest_first[rank::world]:
+        if file_sha256(os.path.join(folder, name)) != files[name]["sha256"]:
+            raise CheckpointError(f"{folder}/{name}: its sha256 is not the manifest's: the file is damaged")
+    return manifest
+
+
+def describe(folder: str, name: str) -> dict:
+    """A manifest's entry for a file."""
+    path = os.path.join(folder, name)
+    return {name: {"size": os.path.getsize(path), "sha256": file_sha256(path)}}
+
+
+def read_state(folder: str) -> dict:
+    """The state.json of a checkpoint."""
+    with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+        return json.load(f)
+
+
+class Chunk(NamedTuple):
+    """A piece of a saved tensor: the file that holds it and where it lies in the whole."""
+
+    file: str
+    offsets: tuple
+    shape: tuple
+
+
+def saved_tensors(folder: str) -> dict[str, tuple[str, tuple, list[Chunk]]]:
+    """{key: (safetensors dtype, global shape, chunks)} from the headers of a checkpoint's tensor files."""
+    found = {}
+    for file in sorted(os.listdir(folder)):
+        path = os.path.join(folder, file)
+        with open(path, "rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        for key, entry in header.items():
+            shape = tuple(entry["shape"])
+            at = tuple(offsets[key]["saved_offsets"]) if key in offsets else (0,) * len(shape)
+            dtype, whole, chunks = found.setdefault(key, (entry["dtype"], shape, []))
+            chunks.append(Chunk(path, at, shape))
+            whole = tuple(max(w, a + s) for w, a, s in zip(whole, at, shape, strict=True))
+            found[key] = dtype, whole, chunks
+    return found
+
+
+def check_shared_folder(folder: str, agree, patience: float = 10.0):
+    """Raise CheckpointError unless every rank sees what rank 0 writes: a checkpoint's files come from all of them."""
+    problem, token, marker = None, secrets.token_hex(8), os.path.join(folder, ".shared-folder")
+    if agree.rank == 0:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            write_text(marker, token)
+        except OSError as e:
+            problem = CheckpointError(f"out_dir {folder} can't be written: {e}")
+    agree.verdict(problem, "shared folder")
+    token, seen, end = agree.broadcast(token), None, time.monotonic() + patience
+    while seen != token and time.monotonic() < end:  # a network file system may show a new file late
+        try:
+            with open(marker, encoding="utf-8") as f:
+                seen = f.read()
+        except OSError:
+            time.sleep(0.2)
+    if seen != token:
+        problem = CheckpointError(
+            f"rank {agree.rank} does not see rank 0's files in {folder}: several nodes need one shared file system"
+        )
+    agree.verdict(problem, "shared folder")
+    if agree.rank == 0:
+        os.unlink(marker)
+
+
+def check_space(folder: str, bytes_needed: float):
+    """Raise CheckpointError unless the file system of `folder` has that many bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < bytes_needed:
+        raise CheckpointError(
+            f"{folder} has {free / 1e9:.1f} GB free, its checkpoints need {bytes_needed / 1e9:.1f} GB: "
+            "free space, choose another out_dir, or lower ckpt_keep"
+        )
+
+
+def compare(saved: dict, shared: dict, path: str):
+    """Raise CheckpointError unless keys, shapes and dtypes are the saved ones and nothing of a tensor is missing."""
+    missing, unknown = sorted(set(shared) - set(saved)), sorted(set(saved) - set(shared))
+    if missing or unknown:
+        raise CheckpointError(f"{path} does not fit: it lacks {missing[:8]}, and has {unknown[:8]} in excess")
+    for key, (dtype, shape, chunks) in saved.items():
+        have = shared[key]
+        if tuple(have.shape) != shape or DTYPES.get(dtype) != have.dtype:
+            raise CheckpointError(
+                f"{path}: {key} is {dtype} {shape}, this run's is {have.dtype} {tuple(have.shape)}"
+            )
+        covered = sum(torch.Size(c.shape).numel() for c in chunks)
+        if covered != have.numel():
+            raise CheckpointError(f"{path}: {key} is saved in part: {covered} of {have.numel()} values")
+
+
+# --- weights without a process group -------------------------------------------------------------------------------
+
+
+def newest_below(path: str) -> str:
+    """The checkpoint folder that `path` means: itself, or the newest intact one of a run folder."""
+    if os.path.exists(os.path.join(path, "manifest.json")):
+        return path
+    folders = [f for f in (os.path.join(path, "checkpoints"), path) if os.path.isdir(f)]
+    names = [
+        (int(m[3]), os.path.join(f, n)) for f in folders for n in os.listdir(f) if (m := NAME.fullmatch(n))
+    ]
+    for _, candidate in sorted(names, reverse=True):
+        try:
+            verify(candidate)
+            return candidate
+        except (CheckpointError, OSError) as e:
+            print(f"skipping a damaged checkpoint: {e}")
+    raise CheckpointError(f"{path} holds no usable checkpoint")
+
+
+def read_model(path: str, prefix: str = "model.") -> tuple[dict, dict[str, torch.Tensor]]:
+    """(the `config` of a checkpoint's state, {parameter name: whole tensor}), from a checkpoint or a run folder."""
+    path = newest_below(path)
+    verify(path)
+    config = read_state(path)["config"]
+    tensors, chunks = {}, {}
+    for key, (dtype, shape, pieces) in saved_tensors(os.path.join(path, "tensors")).items():
+        if key.startswith(prefix):
+            tensors[key] = torch.empty(shape, dtype=DTYPES[dtype])
+            for piece in pieces:
+                chunks.setdefault(piece.file, []).append((key, piece))
+    for file, pieces in chunks.items():
+        with safe_open(file, framework="pt") as f:
+            for key, piece in pieces:
+                at = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.shape, strict=True))
+                tensors[key][at] = f.get_tensor(key)
+    return config, {k.removeprefix(prefix): t for k, t in tensors.items()}
+
+
+def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EXPORT_FILE_BYTES):
+    """Write model.safetensors (or several and an index) and config.json, whole tensors in the order of their names:
+    the same bytes from any number of ranks. Called by all ranks; an earlier export is replaced when this is complete."""
+    problem, files, temporary = None, [[]], folder.rstrip("/") + ".tmp"
+    size = 0
+    for name in sorted(tensors):
+        tensor_bytes = tensors[name].numel() * tensors[name].element_size()
+        if files[-1] and size + tensor_bytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += tensor_bytes
+    titles = ["model.safetensors"]
+    if len(files) > 1:
+        titles = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    try:
+        text = to_json(config, "config")
+        if agree.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.makedirs(temporary)
+    except (OSError, CheckpointError) as e:
+        problem = e
+    agree.verdict(problem, "export")
+    for title, names in zip(titles, files, strict=True):
+        whole = {}
+        for name in names:
+            value = tensors[name].detach()
+            value = (
+                value.full_tensor() if isinstance(value, DTensor) else value
+            )  # all ranks, one tensor at a time
+            if agree.rank == 0:
+                whole[name] = value.to("cpu").contiguous()
+        try:
+            if agree.rank == 0:
+                save_file(whole, os.path.join(temporary, title), metadata={"format": "pt"})
+                sync(os.path.join(temporary, title))
+        except Exception as e:
+            problem = CheckpointError(f"export to {folder}: {e}")
+        agree.verdict(problem, "export")
+    try:
+        if agree.rank == 0:
+            _finish_export(folder, temporary, text, dict(zip(titles, files, strict=True)))
+    except OSError as e:
+        problem = CheckpointError(f"export to {folder}: {e}")
+    agree.verdict(problem, "export")
+
+
+def _finish_export(folder: str, temporary: str, text: str, files: dict[str, list[str]]):
+    """Rank 0: configuration, index, manifest, and the exchange of folders."""
+    write_text(os.path.join(temporary, "config.json"), text)
+    if len(files) > 1:
+        total = sum(os.path.getsize(os.path.join(temporary, f)) for f in files)
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {n: f for f, names in files.items() for n in names},
+        }
+        write_text(os.path.join(temporary, "model.safetensors.index.json"), to_json(index, "index"))
+    entries = {}
+    for name in sorted(files_below(temporary)):
+        entries |= describe(temporary, name)
+    write_text(
+        os.path.join(temporary, "manifest.json"), seal({"format": FORMAT, "kind": "export", "files": entries})
+    )
+    if os.path.exists(folder):
+        shutil.rmtree(folder + ".old", ignore_errors=True)
+        os.rename(folder, folder + ".old")
+    os.rename(temporary, folder)
+    sync(os.path.dirname(os.path.abspath(folder)))
+    shutil.rmtree(folder + ".old", ignore_errors=True)
+
+
+def read_export(folder: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """(config, {parameter name: tensor}) of an export, after verifying it."""
+    manifest = verify(folder, others=True)
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+        config = json.load(f)
+    tensors = {}
+    for name in sorted(manifest["files"]):
+        if name.endswith(".safetensors"):
+            tensors |= load_file(os.path.join(folder, name))
+    return config, tensors

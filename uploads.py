@@ -1,0 +1,168 @@
+"""Checkpoints go to the Hub behind the run: a queue and a thread on rank 0, which training never waits for.
+
+References: none; the client and its retries are in hub.py, and the publisher is handed in.
+"""
+
+import json
+import os
+import threading
+import time
+
+from sealed import NAME, CheckpointError, read_manifest, to_json, write_text
+
+ROTATED = ("latest", "best", "milestone")  # kinds of which the newest few are kept; `final` is never deleted
+SLACK = 2  # local checkpoints of a kind kept beyond `keep` while the Hub has none of them yet
+
+
+def by_serial(names) -> list[str]:
+    """The names of checkpoints among `names`, oldest save first."""
+    return sorted((n for n in names if NAME.fullmatch(n)), key=lambda n: int(NAME.fullmatch(n)[3]))
+
+
+def published(publisher, run_id: str) -> list[str]:
+    """Names of the run's checkpoints on the Hub that have a manifest, oldest first."""
+    found = publisher.list(run_id)
+    return by_serial(path.split("/")[1] for path in found if path.endswith("/manifest.json"))
+
+
+class Uploads:
+    """Rank 0's queue to the Hub: a thread that uploads finished folders one at a time, behind the run.
+
+    Retries within an upload are the publisher's; what still fails stays in the queue and is tried again later. A
+    newer `latest`, `best` or export takes the place of an older one that waits; milestones and `final` wait for good.
+    Old checkpoints on the Hub go only after a newer one of their kind is there, with the sizes and hashes of its
+    manifest. Receipts are kept in published.json, so that a restart knows what is where."""
+
+    RETRY = 60.0, 900.0  # seconds until a failed upload is tried again: first, and at most
+
+    def __init__(self, folder: str, run_id: str, publisher, keep: int, log):
+        self.folder, self.run_id, self.publisher, self.keep, self.log = folder, run_id, publisher, keep, log
+        self.record = os.path.join(folder, "published.json")
+        try:
+            with open(self.record, encoding="utf-8") as f:
+                self.receipts = json.load(f)
+        except (OSError, ValueError):
+            self.receipts = {}  # at worst something is uploaded twice
+        self.pending: dict[
+            str, tuple[str, str]
+        ] = {}  # {remote prefix: (folder, kind)}, first come first served
+        self.active, self.known, self.failures, self.deadline = None, None, 0, None
+        self.changed, self.thread = threading.Condition(), None
+        for name in by_serial(os.listdir(folder)):  # what an earlier launch did not get done
+            if f"{run_id}/{name}" not in self.receipts:
+                try:
+                    if read_manifest(os.path.join(folder, name))["run_id"] == run_id:
+                        self.put(name, NAME.fullmatch(name)[2])
+                except (CheckpointError, OSError):
+                    continue
+
+    def put(self, name: str, kind: str, folder: str | None = None, prefix: str | None = None):
+        """Queue a checkpoint of this run (or another sealed folder, under a prefix of its own)."""
+        prefix = f"{self.run_id}/{name}" if prefix is None else prefix
+        with self.changed:
+            if kind not in ("milestone", "final"):
+                self.pending = {p: v for p, v in self.pending.items() if v[1] != kind or p == self.active}
+            self.pending.pop(prefix, None)
+            self.pending[prefix] = folder or os.path.join(self.folder, name), kind
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+                self.thread.start()
+            self.changed.notify_all()
+
+    def may_delete(self, name: str, onwards: list[str], keep: int) -> bool:
+        """Whether rotation may delete a local checkpoint. `onwards`: it and all younger ones of its kind."""
+        prefixes = [f"{self.run_id}/{n}" for n in onwards]
+        with self.changed:
+            if self.active == prefixes[0]:
+                return False
+        if any(p in self.receipts for p in prefixes):
+            return True  # it, or a younger one that does its service, is safely on the Hub
+        if len(onwards) > keep + SLACK:
+            self.log(
+                f"deleting {name} although the Hub has no copy: {keep + SLACK} younger ones wait to go there"
+            )
+            return True
+        return False
+
+    def _work(self):
+        pause = self.RETRY[0]
+        while True:
+            with self.changed:
+                while not self.pending and self.deadline is None:
+                    self.changed.wait()
+                if not self.pending:
+                    return
+                prefix, (folder, kind) = next(iter(self.pending.items()))
+                self.active = prefix
+            try:
+                receipt = self._upload(prefix, folder, kind)
+            except Exception as e:
+                with self.changed:
+                    self.active = None
+                    if not os.path.isdir(folder):  # rotated away meanwhile
+                        self.pending.pop(prefix, None)
+                        continue
+                    self.failures += 1
+                    self.log(f"UPLOAD FAILED, number {self.failures}: {prefix}: {type(e).__name__}: {e}")
+                    if self.pending.get(prefix) == (folder, kind):  # behind the others, if there are any
+                        self.pending[prefix] = self.pending.pop(prefix)
+                    if self.deadline is not None and time.monotonic() > self.deadline:
+                        return
+                    left = pause if self.deadline is None else self.deadline - time.monotonic()
+                    self.changed.wait(max(0.0, min(pause, left)))
+                    pause = min(2 * pause, self.RETRY[1])
+                continue
+            pause = self.RETRY[0]
+            with self.changed:
+                self.active = None
+                self.pending.pop(prefix, None)
+                self.receipts[prefix] = receipt
+                self.changed.notify_all()
+            try:
+                write_text(self.record, to_json(self.receipts, "published.json"))
+            except (OSError, CheckpointError) as e:
+                self.log(f"{self.record}: {e}")
+
+    def _upload(self, prefix: str, folder: str, kind: str) -> dict:
+        """Upload a folder, see that the Hub has what its manifest says, then rotate there."""
+        mine = set(published(self.publisher, self.run_id))
+        if self.known is not None and mine - self.known:
+            raise CheckpointError(
+                f"another process publishes run {self.run_id} too (it wrote {sorted(mine - self.known)}): stop one"
+            )
+        self.known = mine
+        manifest = read_manifest(folder)
+        began = time.monotonic()
+        receipt = self.publisher.upload(folder, prefix)
+        there = self.publisher.list(prefix)
+        for name, entry in manifest["files"].items():
+            size, digest = there.get(f"{prefix}/{name}" if prefix else name, (None, None))
+            known = (
+                isinstance(digest, str) and len(digest) == 64
+            )  # small files have git's id instead of a sha256
+            if size != entry["size"] or (known and digest != entry["sha256"]):
+                raise CheckpointError(
+                    f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
+                )
+        self.log(f"{prefix} is on the Hub, verified ({time.monotonic() - began:.0f} s)")
+        name = os.path.basename(folder)
+        if prefix == f"{self.run_id}/{name}":
+            self.known.add(name)
+        if kind in ROTATED:
+            old = [n for n in published(self.publisher, self.run_id) if NAME.fullmatch(n)[2] == kind]
+            for stale in old[: -self.keep]:
+                try:
+                    self.publisher.delete(f"{self.run_id}/{stale}")
+                except OSError as e:
+                    self.log(f"{stale} could not be deleted on the Hub: {e}")
+        return receipt
+
+    def close(self, timeout: float) -> list[str]:
+        """Give the queue `timeout` seconds; what is not on the Hub then."""
+        end = time.monotonic() + timeout
+        with self.changed:
+            self.deadline = end
+            self.changed.notify_all()
+            while self.pending and (left := end - time.monotonic()) > 0 and self.thread.is_alive():
+                self.changed.wait(left)
+            return list(self.pending)
