@@ -16,6 +16,7 @@ first shards are. Every bad input is a `DataError` that names the file, the row,
 """
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -38,6 +39,7 @@ from shards import (
     check_name,
     check_weights,
     is_val,
+    label,
     open_tokenizer,
     permutation,
 )
@@ -91,7 +93,7 @@ class Domain:
         self.admitted = []  # [epoch, revision, [[shard name, content id], …]] in order of admission
         self.val = []  # [shard name, content id, revision, first sample, samples] held out for good
         self.epoch = self.shard = self.pos = self.drawn = 0
-        self.held, self.rows, self.ready, self.opened = {}, None, None, {}
+        self.held, self.rows, self.ready, self.opened, self.fetched = {}, None, None, {}, set()
 
     def changed(self):
         """Forget what was computed from `admitted` and `val`."""
@@ -138,22 +140,22 @@ class Domain:
             permutation(n, self.stream.seed, self.name, self.epoch, name),
         )
         following = names[self.shard + 1 : self.shard + 2] or self.order(self.epoch + 1)[:1]
-        for other in [o for o in self.opened if o != name]:
-            del self.opened[other]
-            if other not in following:
-                self.stream.source.release(other)
+        self.opened = {name: shard}
+        for other in self.fetched - {name, *following}:
+            self.stream.source.release(other)
+        self.fetched = {name, *following}
         if following != [name]:
             self.stream.prefetch(following[0], *self.where[following[0]])
 
-    def next(self) -> tuple[Shard, int]:
-        """The next sample: (shard, sample in it)."""
+    def next(self) -> tuple[Shard, int, int]:
+        """The next sample: (shard, sample in it, number of samples in it that are trained on)."""
         ready = self.ready
         if ready is None or self.pos >= len(ready[3]) or ready[0] != self.epoch or ready[1] != self.shard:
             self.seek()
             ready = self.ready
         self.pos += 1
         self.drawn += 1
-        return ready[2], int(ready[3][self.pos - 1])
+        return ready[2], int(ready[3][self.pos - 1]), len(ready[3])
 
     def hold_out(self, found: dict, revision, wanted: int):
         """Fix the validation rows: of the shards named val*, else the last rows of the first shards, never more than
@@ -164,6 +166,7 @@ class Domain:
             raise DataError(f"domain {self.name}: all its shards are named val*: nothing to train on")
         for name in named or train:
             shard = self.stream.open_shard(name, revision, found[name])
+            self.stream.source.release(name)  # it stays open
             most = shard.n if named else max(shard.n // 10, min(1, shard.n - 1))
             count = min(most, wanted - sum(v[4] for v in self.val))
             if count:
@@ -187,6 +190,7 @@ class Domain:
             rows = []
             for name, id, revision, first, count in self.val:
                 shard = self.stream.open_shard(name, revision, id)
+                self.stream.source.release(name)  # it stays open
                 spread = name not in self.where
                 for i in range(count):
                     x, y = np.empty(shard.T, np.int64), np.empty(shard.T, np.int64)
@@ -207,22 +211,14 @@ class Stream:
         self.weights = check_weights(settings.domain_weights or [1] * len(self.domains), self.domains)
         self.pattern = weighted_pattern(self.weights)
         self.allow, self.g, self.dropped, self.listing = set(settings.allow_change), 0, {}, None
-        start = self.leader("data", lambda: self.survey(listed=state is None))
-        self.metadata = start["metadata"]
+        self.metadata = self.leader("metadata.json", self.read_metadata)
         self.vocab_size = check_metadata(self.metadata, settings, source)
         self.tokenizer = self.agreed("tokenizer", lambda: open_tokenizer(self.metadata, source, log))
-        self.cursors = [Domain(self, d) for d in self.domains]
-        self.wanted_val = settings.val_rows
-        if state is not None:
+        self.cursors, self.held_rows = [Domain(self, d) for d in self.domains], settings.val_rows
+        if state is None:
+            self.describe(self.begin(self.cursors), settings)
+        else:
             self.load_state(state)
-            return
-
-        def begin():
-            for cursor in self.cursors:
-                cursor.hold_out(start["found"][cursor.name], start["revision"], settings.val_rows)
-
-        self.agreed("data", begin)
-        self.describe(start["found"], settings)
 
     # --- agreement -----------------------------------------------------------------------------------------
     def agreed(self, what: str, make):
@@ -239,17 +235,39 @@ class Stream:
         """make() on rank 0, its result everywhere."""
         return self.agree.broadcast(self.agreed(what, make if self.agree.rank == 0 else lambda: None))
 
-    def survey(self, listed: bool) -> dict:
-        """What the source holds now."""
+    def read_metadata(self):
+        try:
+            return self.source.metadata()
+        except ValueError as e:
+            raise e if isinstance(e, DataError) else DataError(str(e)) from None
+
+    def survey(self, domains: list[str]) -> dict:
+        """The shards that the source holds now."""
         found = {}
-        if listed:
-            for domain in self.domains:
-                found[domain] = self.source.list(domain)
-                if not found[domain]:
-                    raise DataError(f"{self.source}: domain {domain} holds no .npy shard; set domains")
-                for name in found[domain]:
-                    check_name(name, domain)
-        return {"metadata": self.source.metadata(), "revision": self.source.revision, "found": found}
+        for domain in domains:
+            found[domain] = self.source.list(domain)
+            if not found[domain]:
+                there = self.source.domains()
+                near = difflib.get_close_matches(domain, there, n=1, cutoff=0.5)
+                raise DataError(
+                    f"{label(self.source)}: domain {domain!r} holds no .npy shard; "
+                    + (f"did you mean {near[0]!r}? " if near else "")
+                    + f"data/ holds {', '.join(there) or 'no folder'}; set domains"
+                )
+            for name in found[domain]:
+                check_name(name, domain)
+        return {"revision": self.source.revision, "found": found}
+
+    def begin(self, cursors: list[Domain]) -> dict:
+        """Agreed: admit what there is, hold out the validation rows. {domain: {shard: content id}}"""
+        start = self.leader("data", lambda: self.survey([c.name for c in cursors]))
+
+        def hold_out():
+            for cursor in cursors:
+                cursor.hold_out(start["found"][cursor.name], start["revision"], self.held_rows)
+
+        self.agreed("data", hold_out)
+        return start["found"]
 
     def describe(self, found: dict, settings):
         """Log what was found, and how often the run will see it where the number of tokens is known."""
@@ -302,9 +320,11 @@ class Stream:
         domain = np.empty(high - low, np.int64)
         for i in range(n):
             d = self.pattern[(self.g + i) % len(self.pattern)]
-            shard, sample = self.cursors[d].next()
+            shard, sample, trained = self.cursors[d].next()
             if low <= i < high:
                 shard.read(sample, x[i - low], y[i - low])
+                if sample + 1 == trained < shard.n and shard.start(sample) + self.T == shard.start(trained):
+                    y[i - low, -1] = -1  # the next token is the first that is held out
                 domain[i - low] = d
         self.g += n
         ids = list(range(self.g - n + low, self.g - n + high))
@@ -415,6 +435,9 @@ class Stream:
     def load_state(self, state: dict):
         """Agreed: go on where `state` was taken, on any number of ranks. DataError if it is another run's order."""
         self.agreed("data state", lambda: self.take_state(state))
+        new = [c for c in self.cursors if not c.admitted]
+        if new:
+            self.begin(new)
 
     def take_state(self, state: dict):
         try:
@@ -451,8 +474,7 @@ class Stream:
             )
         for cursor in self.cursors:
             if cursor.name not in saved:
-                if not cursor.admitted:
-                    cursor.hold_out(self.source.list(cursor.name), self.source.revision, self.wanted_val)
+                cursor.admitted, cursor.val = [], []  # a domain that was added: begins now
                 cursor.epoch = cursor.shard = cursor.pos = cursor.drawn = 0
                 continue
             place = saved[cursor.name]
@@ -480,7 +502,7 @@ class Listing(threading.Thread):
         try:
             if hasattr(self.stream.source, "pin"):
                 self.stream.source.pin()
-            self.found = self.stream.survey(listed=True)
+            self.found = self.stream.survey(self.stream.domains)
         except Exception as e:
             self.problem = e
 
@@ -529,18 +551,18 @@ def open_source(settings, agree, log):
         )
     import hub
 
-    cache = os.path.join(os.path.expanduser(settings.cache_dir), "hub")
-
     def make(revision):
+        cache = os.path.expanduser(settings.cache_dir)
         return hub.HubSource(where, cache, revision, settings.cache_gb, settings.hub_patience, log)
 
     problem = source = None
     try:
         source = make(settings.data_revision) if agree.rank == 0 else None
+        revision = source.revision if source else None
     except Exception as e:
         problem = e
     agree.verdict(problem, "data")
-    revision = agree.broadcast(source.revision if source else None)  # the branch may move between two looks
+    revision = agree.broadcast(None if source is None else revision)  # the branch may move between two looks
     return source or make(revision)
 
 

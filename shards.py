@@ -152,15 +152,19 @@ class Shard:
         except OSError as e:
             raise DataError(f"{name}: {os_reason(e)}") from None
 
+    def start(self, sample: int) -> int:
+        """Index of a sample's first token in the file."""
+        if not self.by_row:
+            return sample * self.T
+        row, chunk = divmod(sample, self.per_row)
+        return row * self.row + chunk * self.T
+
     def read(self, sample: int, x: np.ndarray, y: np.ndarray):
         """Fill x and y, (T,) int64 each, with one sample."""
         T, size = self.T, self.dtype.itemsize
-        if self.by_row:
-            row, chunk = divmod(sample, self.per_row)
-            start, n = row * self.row + chunk * T, T + (self.row > (chunk + 1) * T)
-        else:
-            start = sample * T
-            n = T + (self.tokens > start + T)
+        start = self.start(sample)
+        end = (start // self.row + 1) * self.row if self.by_row else self.tokens
+        n = T + (end > start + T)
         try:
             data = os.pread(self.fd, n * size, self.offset + start * size)
         except OSError as e:
@@ -350,6 +354,11 @@ class Tokenizer:
 # --- names, metadata, settings ---
 
 
+def label(source) -> str:
+    """A source's name in messages: the repo of a Hub source, the folder else."""
+    return getattr(source, "repo", None) or str(source)
+
+
 def is_val(name: str) -> bool:
     return name.rsplit("/", 1)[-1].startswith("val")
 
@@ -388,7 +397,7 @@ def check_name(name: str, domain: str):
 
 def check_metadata(metadata, settings, source) -> int:
     """The vocabulary size, from metadata.json and the settings."""
-    where = f"{source}: metadata.json"
+    where = f"{label(source)}: metadata.json"
     if metadata is None:
         if settings.vocab_size is None:
             raise DataError(f"{where} is missing: write one with vocab_size in it, or set vocab_size")
