@@ -22,36 +22,21 @@ model that is not sharded (sample.py, tests) computes in whatever dtype its para
 fully_shard per block and root -> to_empty -> init_weights. One rank takes the same path as a thousand.
 """
 
-import dataclasses
 import functools
 import hashlib
-import importlib.util
 import math
-import os
-import shutil
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from kernels import ModelError, bad, choose, choose_attention, compile_blocks, convert_fp8, sdpa
 
 EPS = 1e-6  # of every RMSNorm
 INIT_ROWS = 128  # rows that one seed generates: a rank makes only the blocks that its shard touches
-MATRICES = ("attn.qkv", "attn.o_proj", "ffn.gate", "ffn.up", "ffn.down")  # of a block: Muon's, and fp8's
-
-
-class ModelError(ValueError):
-    """A shape, a setting or a machine that the model cannot work with."""
-
-    exit_code = 64
-
-
-def bad(settings, name: str, problem: str) -> ModelError:
-    """A ModelError that names the setting, its value and where it came from."""
-    return ModelError(str(settings.error(name, problem)))
 
 
 # --- pieces --------------------------------------------------------------------------------------------------
@@ -72,22 +57,18 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(dim: int, length: int, theta: float, device=None):
-    """cos and sin of position * theta^(-2j/dim), each (length, dim/2): fp32, from float64 angles."""
+    """cos | cos and -sin | sin of position * theta^(-2j/dim), each (length, dim): fp32, from float64 angles."""
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
-    return angle.cos().float().to(device), angle.sin().float().to(device)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    return torch.cat([cos, cos], -1).to(device), torch.cat([-sin, sin], -1).to(device)
 
 
 def rotate(x, cos, sin):
     """Rotate the pairs (j, j + dim/2) of x (B, T, heads, maps, dim) by position, in fp32 or better."""
-    cos, sin = cos[:, None, None], sin[:, None, None]  # (T, 1, 1, dim/2)
-    a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def sdpa(q, k, v, scale: float):
-    """Causal attention (B, heads, T, dim); query head i reads kv head i // (heads_q / heads_kv), never copied."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    x = x.to(torch.promote_types(x.dtype, cos.dtype))
+    first, second = x.chunk(2, -1)
+    return torch.addcmul(x * cos[:, None, None], torch.cat([second, first], -1), sin[:, None, None])
 
 
 def lambda_start(settings, layer: int) -> float:
@@ -109,6 +90,9 @@ class Attention(nn.Module):
         super().__init__()
         self.form, self.H, self.K, self.D = s.attention, s.n_heads, s.n_kv_heads, s.head_dim
         self.streams = 2 if self.form == "diff" else 1
+        self.unequal = (
+            False  # two_streams in one call: needs a kernel for q, k of D/2 with v of D (kernels.py)
+        )
         query_maps = 2 * self.H if self.form == "diff_v2" else self.H
         self.rows = (query_maps * self.D, self.K * self.D, self.K * self.D)  # q | k | v
         self.qkv = nn.Linear(s.d_model, sum(self.rows), bias=False)
@@ -123,7 +107,7 @@ class Attention(nn.Module):
         self.gate_proj = nn.Linear(s.d_model, self.H, bias=False) if s.attn_gate else None
 
     def forward(self, x, cos, sin, keep):
-        """x (B, T, d_model), normed; cos, sin (T, D/streams/2) fp32; keep = 1 - lambda_0, 0-dim fp32."""
+        """x (B, T, d_model), normed; cos, sin (T, D/streams) fp32; keep = 1 - lambda_0, 0-dim fp32."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.rows, -1)
         q = self.position(q, self.q_norm.scale, cos, sin)  # (B, T, query maps, streams, D/streams)
@@ -147,7 +131,7 @@ class Attention(nn.Module):
     def position(self, x, scale, cos, sin):
         """QK-norm and rotary position of every map by itself: (B, T, n*D) -> (B, T, n, streams, D/streams)."""
         maps = rms_norm(x.unflatten(-1, (-1, self.streams, self.D // self.streams)))
-        return rotate(maps * scale.view(self.streams, -1), cos, sin).to(x.dtype)
+        return rotate(maps * scale.view(self.streams, -1), cos, sin)
 
     def two_streams(self, q, k, v):
         """A1 v and A2 v, each (B, T, H, D), from q, k (B, T, heads, 2, D/2) and v (B, T, K, D)."""
@@ -467,44 +451,17 @@ def fingerprint(model) -> dict[str, str]:
 # --- building ------------------------------------------------------------------------------------------------
 
 
-def choose(settings, device) -> dict:
-    """What "auto" means on this machine: {"fp8": bool, "compile": bool, "reasons": [sentence, …]}. Raises ModelError
-    where "on" or True cannot be had."""
-    device = torch.device(device)
-    s, reasons = settings, []
-    gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    where = f"sm_{gpu[0]}{gpu[1]}" if gpu else device.type
-
-    fp8 = s.use_fp8 == "on" or (s.use_fp8 == "auto" and gpu is not None and gpu >= (9, 0))
-    if s.use_fp8 == "on" and gpu is not None and gpu < (8, 9) and not s.fp8_emulate:
-        raise bad(s, "use_fp8", f"{where} has no float8 matmul (sm_89 and newer do); use off, or fp8_emulate")
-    reasons.append(f"use_fp8={s.use_fp8}: {'float8' if fp8 else 'bf16'} matmuls on {where}")
-    if fp8 and gpu is None and not s.fp8_emulate:
-        reasons[-1] += " (correct but about 30x slower than fp8_emulate)"
-
-    if device.type == "cuda":
-        found = importlib.util.find_spec("triton") is not None
-        tool = "triton" if found else "no triton"
-    else:
-        names = [os.environ.get("CXX"), "g++", "clang++"]
-        tool = next((path for n in names if n and (path := shutil.which(n))), None)
-        found, tool = tool is not None, tool or "no C++ compiler"
-    if s.use_compile is True and not found:
-        raise bad(s, "use_compile", f"{tool} found; install one, or use False")
-    compiled = s.use_compile is True or (s.use_compile == "auto" and found)
-    reasons.append(f"use_compile={s.use_compile}: {'compiled blocks' if compiled else 'eager'} ({tool})")
-    return {"fp8": fp8, "compile": compiled, "reasons": reasons}
-
-
 def build_model(settings, mesh, device, log=print) -> Nova:
     """The initialised, sharded model. `mesh` is 1-D, or 2-D ("replicate", "shard") for HSDP."""
     s, device = settings, torch.device(device)
     chosen = choose(s, device)
     for reason in chosen["reasons"]:
         log(reason)
-    choose_attention(s, device, log)
+    unequal = choose_attention(s, device, log)
     with torch.device("meta"):
         model = Nova(s)
+    for block in model.layers:
+        block.attn.unequal = unequal
     if chosen["fp8"]:
         convert_fp8(model, s, log)
     if chosen["compile"]:
@@ -526,142 +483,6 @@ def build_model(settings, mesh, device, log=print) -> Nova:
     model.to_empty(device="cpu" if s.cpu_offload else device)
     init_weights(model, s)
     return model
-
-
-def choose_attention(settings, device, log=print):
-    """Pin the attention kernel of a GPU: the first of a fixed order (a timed choice could differ between a run and its
-    resume) whose forward and backward agree with fp32 math on this model's heads. Differential attention wants q, k of
-    D/2 with v of D; cuDNN takes that, flash needs padded keys (Attention.two_streams: a third more FLOPs)."""
-    s = settings
-    Attention.unequal = False
-    if device.type != "cuda":
-        log(f"attention={s.attention}: torch's CPU kernel in fp32")
-        return
-    kernels = ["flash", "efficient"] if s.deterministic else ["cudnn", "flash", "efficient"]
-    options = [(k, u) for k in kernels for u in ((True, False) if s.attention == "diff" else (False,))]
-    if s.allow_math_attention:
-        options.append(("math", False))
-    problems = []
-    for kernel, unequal in options:
-        problem = attention_problem(s, device, kernel, unequal)
-        form = f"{kernel}{', v wider than q and k' if unequal else ', keys padded' if s.attention == 'diff' else ''}"
-        if problem is None:
-            Attention.unequal = unequal
-            for name, switch in SDPA_SWITCHES.items():
-                switch(
-                    name == kernel
-                )  # SDPA raises where the pinned kernel cannot run: never math in silence
-            log(
-                f"attention={s.attention}: {form}"
-                + (f"; passed over: {'; '.join(problems)}" if problems else "")
-            )
-            return
-        problems.append(f"{form}: {problem}")
-    raise bad(
-        s, "attention", f"no fast kernel runs with head_dim={s.head_dim} (a multiple of 16 helps; d_model and n_heads set "
-        f"it). allow_math_attention=True accepts the slow one. Tried {'; '.join(problems)}",
-    )  # fmt: skip
-
-
-SDPA_SWITCHES = {
-    "flash": torch.backends.cuda.enable_flash_sdp,
-    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
-    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
-    "math": torch.backends.cuda.enable_math_sdp,
-}
-
-
-def attention_problem(settings, device, kernel: str, unequal: bool) -> str | None:
-    """None if `kernel` computes this model's attention in bf16 within 2e-2 of fp32 math, forward and backward."""
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
-    }  # fmt: skip
-    s, T = settings, 256
-    query_dim = s.head_dim // 2 if unequal else s.head_dim
-    group = (2 if s.attention == "diff_v2" else 1) * s.n_heads // s.n_kv_heads
-    generator = torch.Generator(device).manual_seed(0)
-    shapes = [(2, T, 2 * group, query_dim), (2, T, 2, query_dim), (2, T, 2, s.head_dim)]
-    inputs = [torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes]
-
-    def results(dtype, backend):
-        q, k, v = leaves = [t.to(dtype).requires_grad_() for t in inputs]
-        with sdpa_kernel([backend]):
-            y = sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), s.head_dim**-0.5)
-            return [y, *torch.autograd.grad(y.square().sum(), leaves)]
-
-    try:
-        for got, want in zip(
-            results(torch.bfloat16, backends[kernel]), results(torch.float32, SDPBackend.MATH), strict=True
-        ):
-            error = ((got.float() - want).norm() / want.norm()).item()
-            if not error < 2e-2:
-                return f"relative error {error:.1e}"
-    except RuntimeError as e:
-        return str(e).strip().splitlines()[0][:100]
-    return None
-
-
-def convert_fp8(model, settings, log=print):
-    """Make the block matrices float8 in their matmuls (torchao); the fp32 masters and everything else stay.
-
-    Weights are gathered in bf16 and cast after: torchao's float8 all-gather is for tensorwise only and wraps the masters
-    in a tensor subclass that Muon and the checkpoints would have to know.
-    """
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )  # costs 2 s: only where it is used
-
-    taken, skipped = [], {}
-
-    def wanted(module, name: str) -> bool:
-        if not isinstance(module, nn.Linear):
-            return False
-        if not name.endswith(MATRICES):
-            skipped[name.rsplit(".", 1)[-1]] = "precision matters more than speed"
-        elif any(n % 16 for n in module.weight.shape):
-            skipped[name.split(".", 2)[-1]] = f"{tuple(module.weight.shape)} are no multiples of 16"
-        else:
-            taken.append(name)
-        return name in taken
-
-    config = Float8LinearConfig.from_recipe_name(settings.fp8_recipe)
-    config = dataclasses.replace(config, emulate=settings.fp8_emulate)
-    total = sum(isinstance(m, nn.Linear) for m in model.modules())
-    convert_to_float8_training(model, module_filter_fn=wanted, config=config)
-    if not taken and settings.use_fp8 == "on":
-        raise bad(
-            settings, "use_fp8", f"no matrix of the blocks has dimensions that are multiples of 16: {skipped}"
-        )
-    model.fp8 = bool(taken)
-    log(
-        f"float8 ({settings.fp8_recipe}{', emulated' if settings.fp8_emulate else ''}): {len(taken)} of {total} linear "
-        f"layers" + "".join(f"; not {name} ({why})" for name, why in skipped.items())
-    )
-
-
-def compile_blocks(model, settings, log=print):
-    """torch.compile the body of every block: one graph for all layers, a new one for each (B, T) and mode."""
-    torch._dynamo.config.recompile_limit = 64  # contexts of the warm-up x (train, evaluate); the default is 8
-    failed = []
-
-    def run(block, compiled, *inputs):
-        if not failed:
-            try:
-                return compiled(*inputs)
-            except torch._dynamo.exc.TorchDynamoException as e:  # nothing has run yet: compiling comes first
-                text = next((line for line in str(e).splitlines() if line.strip()), "")
-                if settings.use_compile is True:
-                    cure = 'set use_compile=False, or "auto" to go on without it'
-                    raise bad(settings, "use_compile", f"torch.compile failed ({cure}): {text}") from e
-                log(f"use_compile=auto: torch.compile FAILED, the run goes on in eager mode, slower. {text}")
-                failed.append(text)
-        return block.body(*inputs)
-
-    for block in model.layers:
-        compiled = torch.compile(block.body, fullgraph=True, dynamic=False)
-        block.run = functools.partial(run, block, compiled)
 
 
 # --- counts --------------------------------------------------------------------------------------------------
