@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import typing
 from dataclasses import dataclass
 from typing import Literal
@@ -84,6 +85,7 @@ class Settings:
     cpu_offload: bool = setting(False, "keep sharded weights, gradients and optimizer state in host memory")
     allow_math_attention: bool = setting(False, "accept SDPA's quadratic-memory math kernel on a GPU")
     deterministic: bool = setting(False, "deterministic kernels: resume is bit-exact on GPU too, slower")
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "cuda: an error where there is no GPU")
     threads: int | None = setting(None, "CPU threads per process; None: cores / processes on this machine")
 
     # --- optimizers ----------------------------------------------------------------------------------------
@@ -362,7 +364,11 @@ def assign(settings: Settings, name: str, value, where: str):
 
 
 def load_settings(argv: list[str], environ=os.environ) -> Settings:
-    """Settings from the environment, override files and --key=value, in that order. Raises SettingsError."""
+    """Settings from the environment, override files and --key=value, in that order. Raises SettingsError.
+    --help prints all settings and ends the program."""
+    if {"--help", "-h"} & set(argv):
+        print(help_text())
+        sys.exit(0)
     settings = Settings()
     for variable, name in ENVIRONMENT.items():
         if environ.get(variable):

@@ -14,6 +14,7 @@ micro_batch = 4  # 12 micro-steps of 4 cost 0.2 % against 8 of 6 and leave room 
 target_tokens = 200e9
 schedule, warmup_steps = "cosine", 4_000
 
+device = "cuda"
 job_hours = 47.5
 eval_every, ckpt_every, save_minutes, ckpt_keep = 500, 1_000, 30, 2
 out_dir = "out/nova_10b"

@@ -18,6 +18,7 @@ micro_batch = 6
 target_tokens = 200e9
 schedule, warmup_steps = "cosine", 4_000
 
+device = "cuda"
 job_hours = 47.5
 eval_every, ckpt_every, save_minutes, ckpt_keep = 500, 1_000, 30, 2
 out_dir = "out/nova_8b"

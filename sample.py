@@ -1,0 +1,97 @@
+"""Text from a Nova: `python sample.py out/quickstart --prompt "def " --tokens 200 --temperature 0.8 --top_k 50 --seed 1`.
+
+Reads the exported weights of a run, or its newest checkpoint, or an export folder. The same seed gives the same text.
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+
+
+def next_token(
+    logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator | None
+) -> int:
+    """One id drawn from logits (V,); temperature 0 is greedy, top_k 0 keeps all ids."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits.float().cpu() / temperature
+    if 0 < top_k < logits.numel():
+        logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+    return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
+
+
+@torch.no_grad()
+def generate(
+    model, ids: list[int], n_tokens: int, max_len: int, device, temperature=0.8, top_k=50, seed=0, pad=False
+) -> list[int]:
+    """`n_tokens` ids that continue `ids` (at least one). The context is the last `max_len` ids; `pad` fills it up on the
+    right, which changes nothing before and spares a compiled model a new graph for every length.
+
+    Never stops early: under FSDP every rank must call the model equally often, so all ranks call this alike.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids, start = list(ids), len(ids)
+    for _ in range(n_tokens):
+        context = ids[-max_len:]
+        last = len(context) - 1
+        context = torch.tensor(
+            [context + [0] * (max_len - len(context) if pad else 0)], device=device
+        )  # (1, T)
+        ids.append(next_token(model(context)[0, last], temperature, top_k, generator))
+    return ids[start:]
+
+
+def load(path: str):
+    """(model in evaluation mode, settings, tokenizer) from a run folder, an export, or a checkpoint folder."""
+    import checkpoint
+    import data
+    from model import Nova
+    from settings import FIELDS, Settings
+
+    for folder in (path, os.path.join(path, "export")):
+        if os.path.exists(os.path.join(folder, "config.json")):
+            config, tensors = checkpoint.read_export(folder)
+            break
+    else:
+        config, tensors = checkpoint.read_model(path)
+    settings = Settings(**{k: v for k, v in config["settings"].items() if k in FIELDS})
+    settings.use_fp8, settings.use_compile = "off", False  # plain bf16-free arithmetic: any machine, fp32
+    model = Nova(settings)
+    model.load_state_dict(tensors, strict=True)
+    file = os.path.join(path, "export", "tokenizer.json")
+    return model.eval(), settings, data.Tokenizer(config["tokenizer"], file if os.path.exists(file) else None)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", help="run folder (out/quickstart), export folder or checkpoint folder")
+    parser.add_argument("--prompt", default="", help="text to continue; empty: start of a document")
+    parser.add_argument("--tokens", type=int, default=300, help="tokens to generate")
+    parser.add_argument("--samples", type=int, default=1, help="texts to generate")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
+    parser.add_argument("--top_k", type=int, default=50, help="draw among the k likeliest ids; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    try:
+        model, settings, tokenizer = load(arguments.path)
+    except (OSError, RuntimeError, ValueError) as e:
+        sys.exit(f"sample.py: {e}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)
+    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eot]
+    for i in range(arguments.samples):
+        ids = generate(
+            model, prompt, arguments.tokens, settings.max_len, device,
+            arguments.temperature, arguments.top_k, arguments.seed + i,
+        )  # fmt: skip
+        if tokenizer.eot in ids:
+            ids = ids[: ids.index(tokenizer.eot)]
+        print(arguments.prompt + tokenizer.decode(ids))
+        if i + 1 < arguments.samples:
+            print("-" * 40)
+
+
+if __name__ == "__main__":
+    main()

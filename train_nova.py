@@ -1,0 +1,565 @@
+"""Train a Nova.
+
+    python train_nova.py config/quickstart.py                          # one process, CPU or GPU
+    torchrun --nproc_per_node=8 train_nova.py config/h200_8x.py        # FSDP2 on eight GPUs
+
+The run, top to bottom: environment, start-up stages (each with a deadline and a verdict that all ranks share), the
+loop, the report. What a stage does lives in the file that owns it; this file is the story.
+
+Three rules hold the loop together:
+* The global batch, the data order and the learning rates are pure functions of the step (and of a recorded horizon): the
+  run is the same on any number of GPUs, and a resumed run is the same run.
+* No rank decides alone: one small exchange at the start of each step, when its batch is in hand, carries everything
+  that could make ranks differ (signals, clocks, bad data).
+* World size 1 takes the same path: plain `python` makes a one-rank process group.
+"""
+
+import sys
+
+import startup
+from settings import Settings, SettingsError, load_settings
+
+if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
+    SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
+
+import hashlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+import checkpoint
+import data
+import metrics
+import model
+import muon
+import plan
+import sample
+import schedule
+import selftest
+
+FILES = (
+    "train_nova settings model muon data shards schedule checkpoint startup proofs"  # what code_digest covers
+)
+
+
+@dataclass
+class Run:
+    """What the start-up builds, for the loop and its helpers."""
+
+    settings: Settings
+    agree: startup.Agreement
+    log: Callable[[str], None]
+    device: torch.device
+    asked: dict = None  # the settings as given: what a resume compares
+    chosen: dict = None  # what "auto" settings became: stored, never chosen again
+    stream: data.Stream = None
+    model: torch.nn.Module = None
+    optimizers: list = None  # [muon, adamw]
+    checkpoints: checkpoint.Checkpoints = None
+    metrics: "metrics.Metrics" = None
+    budget: schedule.Budget = None  # all ranks keep one; rank 0's decides
+    horizon: schedule.Horizon = (
+        None  # when the decay begins and the run ends: recorded, never read from a clock
+    )
+    step: int = 0  # finished optimizer steps
+    saved_at: float = 0.0  # monotonic seconds of the newest save of this launch
+    bad_in_a_row: int = 0  # non-finite steps
+
+
+def train(settings: Settings) -> dict:
+    """The whole run. Returns facts for status.json; raises startup.Stopped after an agreed stop."""
+    launched = time.monotonic()
+    check_needs(settings)
+    log = logger(int(os.environ.get("RANK", 0)))
+    agree = startup.init(settings, log=log)
+    run = start_up(Run(settings, agree, log, agree.device), launched)
+    stop = loop(run)
+    if stop:
+        save(run, "latest", wait=True)
+        run.checkpoints.close(timeout=settings.hub_patience)
+        raise startup.Stopped(
+            stop, f"stopped by {stop} after step {run.step}, saved: the same command goes on"
+        )
+    return finish(run)
+
+
+def check_needs(s: Settings):
+    """What the settings name and this machine lacks: all of it in one error, before anything is built."""
+    lacks = []
+    if s.device == "cuda" and not torch.cuda.is_available():
+        lacks.append(
+            s.error(
+                "device",
+                "this machine has no GPU that torch can use (nvidia-smi); --device=cpu trains on the CPU",
+            )
+        )
+    if s.data is None:
+        how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO'
+        lacks.append(s.error("data", f"no data named: {how}"))
+    if lacks:
+        raise SettingsError("\n".join(map(str, lacks)))
+
+
+# --- start-up ----------------------------------------------------------------------------------------------------
+
+
+def start_up(run: Run, launched: float) -> Run:
+    """All stages up to the first step. A failing or hanging rank ends all ranks, and is named."""
+    s, agree, log = run.settings, run.agree, run.log
+    with agree.stage("environment"):
+        selftest.check_versions(agree, s, log)
+        selftest.check_equal(agree, "the code", code_digest())
+    with agree.stage("device"):
+        selftest.check_device(agree, log)
+        selftest.check_links(agree, s, log)
+    with agree.stage("collectives"):
+        mesh = make_mesh(s, agree.world, run.device)
+        groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+        selftest.check_collectives(agree, run.device, groups, log)
+    with agree.stage("settings"):
+        s.grad_accum(agree.world)  # an error if the batch does not divide
+        run.asked = s.as_dict()
+    with agree.stage("checkpoints"):
+        saved, path = open_checkpoints(run)
+        run.chosen = keep_choices(run, saved)
+    with agree.stage("data"):
+        run.stream = data.open_stream(s, agree, log, saved and saved["data"])
+        s.vocab_size = run.stream.vocab_size
+        selftest.check_equal(agree, "the vocabulary", s.digest())
+        run.metrics = metrics.Metrics(
+            s, s.out_dir, agree.world, run.device, lambda ctx: model.flops_per_token(s, ctx), log,
+            main=agree.rank == 0, launched=launched,
+        )  # fmt: skip
+        print_plan(run)
+    with agree.stage("model"):
+        run.model = model.build_model(s, mesh, run.device, log)
+    with agree.stage("model check"):
+        check_weights(run, mesh)
+    with agree.stage("optimizers"):
+        run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
+    with agree.stage("resume"):
+        resume(run, saved, path)
+        run.budget = schedule.Budget(s, launched, run.metrics.used_before, world=agree.world)
+        if saved:
+            run.budget.load_state(saved["budget"])
+        run.metrics.launch(run.step, settings_digest=s.digest())
+        run.saved_at = time.monotonic()
+    agree.note(step=run.step, saved=run.step if saved else None)
+    return run
+
+
+def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
+    """Take the run's folder; the saved state to go on from and its folder, or (None, None) for a fresh start."""
+    s = run.settings
+    publisher = None
+    if s.hf_model_repo and s.publish:
+        import hub
+
+        publisher = hub.Publisher(s.hf_model_repo, run.log, s.hub_patience)
+        problem = None
+        if run.agree.rank == 0:
+            try:
+                publisher.check_write()
+            except hub.HubError as e:
+                problem = e
+        run.agree.verdict(problem, "Hub")
+    folder = os.path.join(s.out_dir, "checkpoints")
+    checkpoint.check_shared_folder(s.out_dir, run.agree)
+    run.checkpoints = checkpoint.Checkpoints(
+        folder, None, run.agree, s.ckpt_keep, run.log, publisher, s.resume
+    )
+    path = run.checkpoints.newest()
+    if path is None and s.schedule_from:
+        path = (
+            s.schedule_from
+        )  # a branch: another run's weights, optimizer and position, under this run's schedule
+        checkpoint.verify(path)
+    if path is None:
+        run.log(f"[resume] a fresh start in {s.out_dir}")
+        return None, None
+    saved = checkpoint.read_state(path)
+    for line in checkpoint.refuse_changes(saved["settings"], s):
+        run.log(f"[resume] changed setting {line}")
+    return saved, path
+
+
+def keep_choices(run: Run, saved: dict | None) -> dict:
+    """What use_fp8="auto" and use_compile="auto" mean: chosen once, then the checkpoint's."""
+    s = run.settings
+    chosen = saved["chosen"] if saved else model.choose(s, run.device)
+    s.use_fp8 = ("on" if chosen["fp8"] else "off") if s.use_fp8 == "auto" else s.use_fp8
+    s.use_compile = chosen["compile"] if s.use_compile == "auto" else s.use_compile
+    return chosen
+
+
+def print_plan(run: Run):
+    """What this run needs and buys on this machine, before anything is built."""
+    name = "cpu" if run.device.type == "cpu" else torch.cuda.get_device_name(run.device).lower()
+    known = [gpu for gpu in plan.GPUS if gpu in name]
+    if not known:
+        return run.log(f"[plan] no data sheet of {name}: `python plan.py --gpu=…` has {', '.join(plan.GPUS)}")
+    for line in plan.plan(run.settings, run.agree.world, known[0]).lines():
+        run.log(line)
+
+
+def make_mesh(settings: Settings, world: int, device):
+    """1-D over all ranks, or 2-D (replicate, shard) when shard_size ranks share one copy of the weights (HSDP)."""
+    size = settings.shard_size or world
+    if world % size:
+        raise settings.error("shard_size", f"must divide the {world} ranks")
+    if size == world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def check_weights(run: Run, mesh):
+    """Weights are finite, and the replicas of an HSDP run hold the same bits."""
+    prints = model.fingerprint(run.model)
+    shard = mesh.get_local_rank("shard")
+    everyone = run.agree.gather([shard, prints])
+    for rank, (other_shard, other) in enumerate(everyone):
+        odd = [name for name in prints if other[name] != prints[name]] if other_shard == shard else []
+        if odd:
+            raise startup.StartupError(
+                f"ranks {run.agree.rank} and {rank} are replicas but differ in {odd[:3]}", rank
+            )
+    bad = [name for name, p in run.model.named_parameters() if not p.to_local().isfinite().all()]
+    problem = startup.StartupError(f"weights that are not finite: {bad[:3]}") if bad else None
+    run.agree.verdict(problem, "model check")
+    whole = hashlib.sha256(str(everyone).encode()).hexdigest()
+    run.log(f"weights: {len(prints)} tensors, finite; fingerprint of all ranks' bits {whole[:16]}")
+
+
+def resume(run: Run, saved: dict | None, path: str | None):
+    """Put the saved tensors, horizon and totals in place. A failed load stops the run: it never starts over."""
+    if not saved:
+        run.horizon = schedule.first_horizon(run.settings)
+        return
+    shared, own = tensors(run)
+    _, own_loaded = run.checkpoints.load(path, shared, own)
+    restore_optimizers(run, shared, own if own_loaded else None)
+    run.step = saved["step"]
+    branch = run.settings.schedule_from and path == run.settings.schedule_from
+    if branch:
+        run.horizon = schedule.first_horizon(run.settings, run.step)
+    else:
+        run.horizon = schedule.Horizon.from_dict(saved["horizon"])
+        run.metrics.load_state(saved["metrics"])
+    how = "bit-exact" if own_loaded and saved["world"] == run.agree.world else "to rounding"
+    run.log(f"[resume] step {run.step} of {path}, saved by {saved['world']} ranks: goes on {how}")
+    if saved["code"] != code_digest():
+        run.log("[resume] the code changed since this checkpoint was saved")
+
+
+# --- the loop ----------------------------------------------------------------------------------------------------
+
+
+def loop(run: Run) -> str | None:
+    """Train until the horizon's end. Returns None there, or the reason of an agreed stop."""
+    s, agree, stream = run.settings, run.agree, run.stream
+    timer, meter = metrics.StepTimer(run.device), metrics.LossMeter(stream.domains, run.device)
+    proof, stop = first_step_proof(run), None  # of this launch; None once it is over
+    run.model.train()
+    while run.step < schedule.last_step(s, run.horizon) and not stop:
+        agree.tick(f"step {run.step + 1}", s.init_timeout if proof else s.step_timeout)
+        timer.start()
+        batch, problem = next_batch(run)
+        timer.mark("data")
+        stop, save_due, valid_tokens = agree_on_step(run, batch, problem)
+        muon_lr, lr, momentum = schedule.rates(run.step, s, run.horizon)
+        muon.set_rates(run.optimizers, muon_lr, lr, momentum)
+        timer.mark("other")
+
+        accumulate(run, batch, meter)
+        timer.mark("forward_backward")
+        grad_norm = muon.clip_grads(run.model, s.grad_clip, s.tokens_per_step / max(valid_tokens, 1)).item()
+        loss, loss_by_domain, _ = meter.read(dist.all_reduce)
+        if proof:
+            proof.before_update()
+        bad = update(run, loss, grad_norm)
+        if proof:
+            proof = conclude(run, proof, loss, grad_norm, min(muon_lr, lr))
+        timer.mark("optimizer")
+
+        run.step += 1
+        timers = timer.read()
+        run.budget.stepped(timers["total"])
+        run.metrics.step(
+            run.step, loss, loss_by_domain, grad_norm, (muon_lr, lr, momentum), schedule.context_length(run.step - 1, s),
+            valid_tokens, timers, stream.epochs(), hours_left(run), bad, run.horizon.end_step,
+        )  # fmt: skip
+        if s.shard_refresh_steps and run.step % s.shard_refresh_steps == 0:
+            stream.refresh(run.step)
+        if run.step % s.eval_every == 0 and run.step < run.horizon.end_step:
+            if evaluate(run, s.eval_rows):
+                save(run, "best")
+            print_sample(run)
+        if run.step % s.ckpt_every == 0:
+            save(run, "milestone")
+        elif save_due:
+            save(run, "latest")
+        collect_saves(run)
+    if not stop and run.step < run.horizon.end_step:
+        stop = "stop_at"
+    return stop
+
+
+def first_step_proof(run: Run) -> selftest.FirstStepProof:
+    """Watches the first update of this launch: what Muon got and gave, which parameters moved."""
+    s = run.settings
+    qkv = next(iter(run.model.row_blocks().values()))
+    blocks = s.n_layers * (len(qkv) + 4)  # q, k, v (or their heads), and o, gate, up, down
+    head = "embed.weight" if s.tie_embeddings else "lm_head.weight"
+    proof = selftest.FirstStepProof(
+        run.agree, run.model.named_parameters(), blocks, {head: s.vocab_size}, run.log
+    )
+    run.optimizers[0].watch = proof.watch
+    return proof
+
+
+def conclude(run: Run, proof: selftest.FirstStepProof, loss: float, grad_norm: float, rate: float):
+    """The verdict on the first update. A failed proof ends the run, and nothing has been saved yet."""
+    proof.after_update(rate)
+    run.optimizers[0].watch = None
+    proof.conclude(loss, grad_norm, math.log(run.settings.vocab_size) if run.step == 0 else None)
+    run.agree.first_step_done()
+
+
+def next_batch(run: Run) -> tuple[data.Batch | None, Exception | None]:
+    """This rank's rows of the next step, or the problem: it is agreed on before any rank enters a collective."""
+    try:
+        return run.stream.next_batch(run.settings.sequences_per_step), None
+    except (data.DataError, OSError) as e:
+        return None, e
+
+
+def agree_on_step(
+    run: Run, batch: data.Batch | None, problem: Exception | None
+) -> tuple[str | None, bool, int]:
+    """The control word: (reason to stop after this step or None, whether to save, valid tokens of all ranks).
+
+    Rank 0's clock may also move the horizon; everything else in here is the same on all ranks."""
+    s, agree, now = run.settings, run.agree, time.monotonic()
+    event = run.budget.decide(run.step, now, run.horizon) if agree.rank == 0 else None
+    save_due = agree.rank == 0 and 0 < s.save_minutes * 60 <= now - run.saved_at
+    stop = signal.Signals[agree.signals.name] if agree.signals.name else 0
+    valid = int((batch.y >= 0).sum()) if batch else 0
+    flags, (valid,) = agree.control([stop, bool(problem), bool(event), save_due], [valid])
+    stop, any_problem, any_event, save_due = flags
+    if any_problem:
+        agree.verdict(problem, "data")
+    stop = signal.Signals(stop).name if stop else None
+    if any_event:
+        event = schedule.Event.from_dict(agree.broadcast(event and event.as_dict()))
+        run.metrics.event(event)
+        if event.kind == "stop":
+            stop = stop or "job_hours"
+        else:
+            run.horizon = event.horizon
+    return stop, bool(save_due), int(valid)
+
+
+def accumulate(run: Run, batch: data.Batch, meter: metrics.LossMeter):
+    """Forward and backward over the micro-steps. FSDP averages over ranks, so each loss is its sum times ranks /
+    nominal tokens; `clip_grads` then corrects nominal to actual, and the mean over ranks and micro-steps is exact."""
+    s, world = run.settings, run.agree.world
+    batch = batch.contexts(schedule.context_length(run.step, s)).to(run.device)
+    parts = s.grad_accum(world)
+    rows = batch.x.shape[0] // parts
+    for i in range(parts):
+        x, y, domain = (t[i * rows : (i + 1) * rows] for t in (batch.x, batch.y, batch.domain))
+        last = i == parts - 1
+        run.model.set_requires_gradient_sync(last or s.reduce_every_micro_step)
+        run.model.set_is_last_backward(last)
+        loss_sum, token_loss = run.model(x, y)
+        (loss_sum * (world / s.tokens_per_step)).backward()
+        meter.add(token_loss, y, domain)
+
+
+def update(run: Run, loss: float, grad_norm: float) -> bool:
+    """The optimizer step. A non-finite loss or norm, which all ranks see alike, skips it; too many in a row end the run."""
+    bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
+    run.bad_in_a_row = run.bad_in_a_row + 1 if bad else 0
+    if not bad:
+        for optimizer in run.optimizers:
+            optimizer.step()
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    if bad:
+        run.log(
+            f"step {run.step + 1}: loss {loss}, grad_norm {grad_norm}: update skipped ({run.bad_in_a_row} in a row)"
+        )
+        if run.bad_in_a_row >= run.settings.max_bad_steps:
+            raise RuntimeError(
+                f"{run.bad_in_a_row} non-finite steps in a row up to step {run.step + 1}: lower muon_lr and lr, or look at "
+                f"the data of samples {run.step * run.settings.sequences_per_step} and following"
+            )
+    return bad
+
+
+# --- evaluation, samples, saves ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(run: Run, rows: int, final: bool = False) -> bool:
+    """Loss on `rows` held-out rows per domain, the same at every call and world size. True when it is the best so far."""
+    s, began, stream = run.settings, time.monotonic(), run.stream
+    run.agree.tick("evaluation", s.init_timeout)
+    run.model.eval()
+    meter = metrics.LossMeter(stream.domains, run.device)
+    byte_count = torch.zeros((), dtype=torch.float64, device=run.device)
+    for batch in stream.val_batches(rows, s.micro_batch):
+        part = batch.to(run.device)
+        _, token_loss = run.model(part.x, part.y)
+        meter.add(token_loss, part.y, part.domain)
+        if stream.tokenizer.bytes_exact and (batch.y >= 0).any():
+            byte_count += stream.tokenizer.bytes_per_token(batch.y) * int((batch.y >= 0).sum())
+    back_to_training(run)
+    loss, by_domain, tokens = meter.read(dist.all_reduce)
+    dist.all_reduce(byte_count)
+    bits_per_byte = loss * tokens / math.log(2) / byte_count.item() if byte_count else None
+    seconds = time.monotonic() - began
+    run.budget.paused("evaluation", seconds)
+    return run.metrics.evaluation(run.step, loss, by_domain, bits_per_byte, seconds, final)
+
+
+def print_sample(run: Run):
+    """A text that continues sample_prompt. All ranks compute it alike, since the weights are spread over them."""
+    s, tokenizer = run.settings, run.stream.tokenizer
+    if not s.sample_tokens or tokenizer.kind == "ids":
+        return
+    prompt = tokenizer.encode(s.sample_prompt) or [tokenizer.eot or 0]
+    run.model.eval()
+    ids = sample.generate(
+        run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=bool(run.chosen["compile"])
+    )
+    back_to_training(run)
+    run.metrics.sample(run.step, s.sample_prompt + tokenizer.decode(ids))
+
+
+def back_to_training(run: Run):
+    """After forwards without a backward: parameters are the sharded ones again, which optimizers and saves know."""
+    run.model.train()
+    for module in run.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def tensors(run: Run) -> tuple[dict, dict]:
+    """(tensors that any world size can load, tensors of this rank) of a checkpoint: live ones, saved from, loaded into."""
+    shared, own = muon.optimizer_state(run.model, run.optimizers)
+    shared |= {f"model.{name}": p for name, p in run.model.named_parameters()}
+    own["rng.cpu"] = torch.get_rng_state()
+    if run.device.type == "cuda":
+        own["rng.cuda"] = torch.cuda.get_rng_state(run.device)
+    return shared, own
+
+
+def restore_optimizers(run: Run, shared: dict, own: dict | None):
+    """After a load: optimizer state that is not live (8-bit codes) and the random state."""
+    optimizer_shared = {k: v for k, v in shared.items() if not k.startswith("model.")}
+    optimizer_own = None if own is None else {k: v for k, v in own.items() if not k.startswith("rng.")}
+    muon.load_optimizer_state(run.model, run.optimizers, optimizer_shared, optimizer_own)
+    if own is not None:
+        torch.set_rng_state(own["rng.cpu"])
+        if "rng.cuda" in own:
+            torch.cuda.set_rng_state(own["rng.cuda"], run.device)
+
+
+def save(run: Run, kind: str, wait: bool = False):
+    """Begin a checkpoint of everything that the next step depends on; training goes on while it is written."""
+    run.agree.tick(f"save at step {run.step}", run.settings.init_timeout)
+    state = {
+        "step": run.step,
+        "world": run.agree.world,
+        "data": run.stream.state(),
+        "horizon": run.horizon.as_dict(),
+        "budget": run.budget.state(),
+        "metrics": run.metrics.state(),
+        "settings": run.asked,
+        "chosen": run.chosen,
+        "code": code_digest(),
+        "config": export_config(run),
+    }
+    run.checkpoints.save(run.step, kind, *tensors(run), state, wait)
+    run.saved_at = time.monotonic()
+    collect_saves(run)
+
+
+def collect_saves(run: Run):
+    """Note saves that have finished."""
+    for receipt in run.checkpoints.poll():
+        run.metrics.save(receipt["step"], receipt["kind"], receipt)
+        run.budget.paused(
+            "save", receipt["pause"] + (receipt["seconds"] if receipt["kind"] == "final" else 0)
+        )
+        run.log(
+            f"saved {receipt['name']}: {receipt['bytes'] / 1e6:.1f} MB in {receipt['seconds']:.2f} s, "
+            f"training waited {receipt['pause'] * 1e3:.0f} ms"
+        )
+        run.agree.note(step=run.step, saved=receipt["step"], failed_saves=len(run.checkpoints.failures))
+
+
+def finish(run: Run) -> dict:
+    """Final evaluation, save, export, report."""
+    s, agree = run.settings, run.agree
+    evaluate(run, s.final_eval_rows, final=True)
+    print_sample(run)
+    save(run, "final", wait=True)
+    agree.tick("export", s.init_timeout)
+    folder = os.path.join(s.out_dir, "export")
+    parameters = {name: p.detach() for name, p in run.model.named_parameters()}
+    checkpoint.export(folder, parameters, export_config(run), agree)
+    baseline = None
+    if run.stream.vocab_size <= 4096:
+        baseline = data.bigram_baseline(run.stream, rows_per_domain=s.final_eval_rows)
+    report = run.metrics.report(
+        status="done", model="Nova", attention=s.attention, parameters=model.count_params(s)["total"],
+        bigram_baseline=baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
+        optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.checkpoints.failures),
+    )  # fmt: skip
+    left = run.checkpoints.close(timeout=s.hub_patience)
+    return {"step": run.step, "val_loss": report["val_loss"], "export": folder, "unpublished": left}
+
+
+def export_config(run: Run) -> dict:
+    """config.json of an export: everything that sample.py needs, as data; it is never executed."""
+    settings = run.asked | {"vocab_size": run.settings.vocab_size}
+    return {"format": "nova-1", "step": run.step, "settings": settings, "tokenizer": run.stream.metadata}
+
+
+def hours_left(run: Run) -> float | None:
+    left = run.budget.left(time.monotonic())
+    return None if left is None else left / 3600
+
+
+def code_digest() -> str:
+    """sha256 of the code beside this file: the same on all ranks, and kept in each checkpoint."""
+    digest, folder = hashlib.sha256(), os.path.dirname(os.path.abspath(__file__))
+    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
+        with open(os.path.join(folder, name), "rb") as f:
+            digest.update(name.encode() + f.read())
+    return digest.hexdigest()
+
+
+def logger(rank: int):
+    """print with time and rank, on rank 0 only."""
+
+    def log(text: str):
+        if rank == 0:
+            stamp = time.strftime("%H:%M:%S")
+            print("\n".join(f"{stamp} | R{rank} | {line}" for line in str(text).split("\n")), flush=True)
+
+    return log
+
+
+if __name__ == "__main__":
+    startup.run_main(lambda: train(SETTINGS))
