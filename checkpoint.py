@@ -156,11 +156,9 @@ class Checkpoints:
         if agree.rank == 0:
             try:
                 self._claim(run_id)
-            except (OSError, CheckpointError) as e:
+            except Exception as e:
                 self._unlock()
-                problem = (
-                    e if isinstance(e, CheckpointError) else CheckpointError(f"out_dir {self.folder}: {e}")
-                )
+                problem = e if hasattr(e, "exit_code") else CheckpointError(f"out_dir {self.folder}: {e}")
         agree.verdict(problem, "checkpoints")
         self.run_id = agree.broadcast(self.run_id if agree.rank == 0 else "")
         # A rank that writes to a slow disk keeps the others waiting here, in threads that hold up nothing.
@@ -202,12 +200,10 @@ class Checkpoints:
         if not RUN_ID.fullmatch(self.run_id):
             raise CheckpointError(f"run id {self.run_id!r}: use letters, digits, '.', '_' and '-'")
         write_text(record, to_json({"run_id": self.run_id, "earlier": earlier}, "run.json"))
-        for name in os.listdir(self.folder):
+        for name in os.listdir(self.folder):  # `.part` is a download, which goes on
             path = os.path.join(self.folder, name)
             if name.startswith(f".tmp-{self.run_id}+") and not name.endswith(".part"):
-                self.log(
-                    f"removing {name}, left by a save that was killed"
-                )  # .part: a download to go on with
+                self.log(f"removing {name}, left by a save that was killed")
                 shutil.rmtree(path, ignore_errors=True)
             if name in ("run.json.tmp", "published.json.tmp"):
                 os.unlink(path)
@@ -259,13 +255,14 @@ class Checkpoints:
     def _manifests(self) -> dict[str, dict]:
         """{name: manifest} of all folders here that have an intact manifest, of whatever run, oldest save first."""
         found = {}
-        for name in os.listdir(self.folder):
-            if NAME.fullmatch(name):
-                try:
-                    found[name] = read_manifest(os.path.join(self.folder, name))
-                except (CheckpointError, OSError):
-                    continue
-        return dict(sorted(found.items(), key=lambda item: item[1]["serial"]))
+        for name in by_serial(os.listdir(self.folder)):
+            try:
+                manifest = read_manifest(os.path.join(self.folder, name))
+            except (CheckpointError, OSError):
+                continue
+            if manifest.get("name") == name:  # else a copy that somebody made
+                found[name] = manifest
+        return found
 
     # --- save ---
 
@@ -389,7 +386,7 @@ class Checkpoints:
                 sync(os.path.join(temporary, part))
             manifest = {
                 "format": FORMAT, "run_id": self.run_id, "step": flight.step, "kind": flight.kind,
-                "serial": int(NAME.fullmatch(flight.name)[3]), "parent": self.parent, "world": self.agree.world,
+                "name": flight.name, "parent": self.parent, "world": self.agree.world,
                 "layout": layout, "created": time.strftime("%FT%TZ", time.gmtime()), "files": entries,
             }  # fmt: skip
             write_text(os.path.join(temporary, "manifest.json"), seal(manifest))
@@ -427,7 +424,7 @@ class Checkpoints:
                     doomed = os.path.join(self.folder, f".tmp-{self.run_id}+deleting-{name}")
                     os.rename(os.path.join(self.folder, name), doomed)  # a half-deleted checkpoint is not one
                     shutil.rmtree(doomed)
-        except OSError as e:
+        except Exception as e:  # the save itself is done
             self.log(f"old checkpoints could not be deleted: {e}")
 
     def poll(self) -> list[dict]:
@@ -494,7 +491,7 @@ class Checkpoints:
             path = patiently(lambda: self._fetch(damaged), self.agree)
             if path:
                 return path
-        damaged = self.agree.broadcast(damaged)
+        damaged = self.agree.broadcast(damaged + self._set_aside_before() if self.agree.rank == 0 else [])
         if damaged:
             raise CheckpointError(
                 f"run {self.run_id} has checkpoints, but none is usable: {', '.join(damaged)}. Nothing was started "
@@ -508,7 +505,10 @@ class Checkpoints:
         """All ranks: whether a folder is an intact checkpoint of this run; says loudly why not."""
         owner, answer = self.run_id, ["ok", ""]
         try:
-            owner = read_manifest(path)["run_id"]
+            manifest = read_manifest(path)
+            if manifest.get("name") != os.path.basename(path):
+                raise CheckpointError(f"{path} is a renamed copy of {manifest.get('name')}")
+            owner = manifest["run_id"]
             if owner == self.run_id:
                 verify(path, self.agree.rank, self.agree.world)
         except CheckpointError as e:
@@ -527,6 +527,19 @@ class Checkpoints:
         else:
             self.verified.add(path)
         return not bad and owner == self.run_id
+
+    def _set_aside_before(self) -> list[str]:
+        """Rank 0: this run's damaged checkpoints that earlier launches renamed. They too forbid a fresh start."""
+        found = []
+        for name in os.listdir(self.folder):
+            if name.startswith("damaged-") and NAME.fullmatch(name.removeprefix("damaged-")):
+                try:
+                    owner = read_manifest(os.path.join(self.folder, name))["run_id"]
+                except (CheckpointError, OSError):
+                    owner = self.run_id
+                if owner == self.run_id:
+                    found.append(name)
+        return sorted(found)
 
     def _set_aside(self, path: str):
         """Rank 0: rename a damaged checkpoint, so that rotation does not keep it in place of a good one."""
@@ -547,8 +560,11 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             try:
                 self.publisher.download(f"{self.run_id}/{name}", temporary)
-                if verify(temporary)["run_id"] != self.run_id:
-                    raise CheckpointError(f"{name} on the Hub belongs to another run")
+                manifest = verify(temporary)
+                if (manifest["run_id"], manifest["name"]) != (self.run_id, name):
+                    raise CheckpointError(
+                        f"{name} on the Hub is {manifest['name']} of run {manifest['run_id']}"
+                    )
             except CheckpointError as e:
                 damaged.append(f"{name} (Hub)")
                 self.log(f"DAMAGED CHECKPOINT on the Hub, falling back to an older one: {e}")

@@ -117,7 +117,8 @@ def verify(folder: str, rank: int = 0, world: int = 1, others: bool = False) -> 
     if missing or (extra and not others):
         raise CheckpointError(f"{folder}: " + (f"missing {missing}" if missing else f"unknown files {extra}"))
     for name, entry in files.items():
-        size = os.path.getsize(os.path.join(folder, name))
+        path = os.path.join(folder, name)
+        size = os.path.getsize(path) if os.path.isfile(path) and not os.path.islink(path) else None
         if size != entry["size"]:
             raise CheckpointError(f"{folder}/{name}: {size} bytes, should be {entry['size']}")
     largest_first = sorted(files, key=lambda n: (-files[n]["size"], n))

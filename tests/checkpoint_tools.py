@@ -1,0 +1,148 @@
+"""What the checkpoint tests share: agreement over gloo, a state with every awkward tensor, a Hub in memory."""
+
+import hashlib
+import json
+import os
+import threading
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import checkpoint
+
+
+class Ranks:
+    """The agreement object, over the default group of the test's processes."""
+
+    def __init__(self, rank: int, world: int):
+        self.rank, self.world = rank, world
+
+    def gather(self, value):
+        answers = [None] * self.world
+        dist.all_gather_object(answers, json.loads(json.dumps(value)))
+        return answers
+
+    def broadcast(self, value):
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def verdict(self, problem, what=""):
+        problems = [p for p in self.gather(problem and f"{type(problem).__name__}: {problem}") if p]
+        if problem:
+            raise problem
+        if problems:
+            raise RuntimeError(f"{what}: {problems[0]}")
+
+    def barrier(self):
+        self.gather(None)
+
+
+def reference(seed: int = 0) -> dict[str, torch.Tensor]:
+    """The whole tensors. 7 rows split unevenly, 3 rows leave a fourth rank empty."""
+    g = torch.Generator().manual_seed(seed)
+    f32 = {"a": (7, 5), "b": (3, 2), "c": (8,), "wide": (16, 33)}
+    state = {f"model.{k}": torch.randn(s, generator=g) for k, s in f32.items()}
+    state["model.bf16"] = torch.randn(9, 4, generator=g).to(torch.bfloat16)
+    state["model.fp8"] = torch.randn(8, 4, generator=g).to(torch.float8_e4m3fn)
+    state["muon.a.momentum"] = torch.randn(7, 5, generator=g)
+    state["nan"] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    return state
+
+
+def state_for(rank: int, world: int, seed: int = 0, replicas: int = 1) -> tuple[dict, dict]:
+    """(shared, own) of a rank: `reference` in shards, beside plain tensors that all ranks hold alike."""
+    mesh = init_device_mesh("cpu", (world,))
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    shared = {}
+    for key, value in reference(seed).items():
+        placements = [Shard(0)] if replicas == 1 else [torch.distributed.tensor.Replicate(), Shard(0)]
+        as_bytes = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
+        local = distribute_tensor(as_bytes, mesh, placements).to_local().clone()
+        local = local.view(value.dtype) if value.dtype == torch.float8_e4m3fn else local
+        shared[key] = DTensor.from_local(
+            local, mesh, placements, shape=value.shape, stride=value.stride(), run_check=False
+        )
+    shared["adamw.step"] = torch.tensor(11.0 + seed)  # 0-dim
+    shared["count"] = torch.tensor(7 + seed)
+    shared["transposed"] = (torch.arange(12.0) + seed).view(3, 4).t()  # not contiguous
+    shared["mask"] = torch.tensor([True, False, seed == 0])
+    shared["none"] = torch.empty(0, 3)
+    own = {
+        "codes": torch.full((4 + rank,), (10 * seed + rank) % 256, dtype=torch.uint8),
+        "scale": torch.rand(1)[0] + seed,
+    }
+    return shared, own
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of the local values: NaN equals NaN, -0.0 differs from 0.0."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def all_bits(state: dict) -> dict[str, bytes]:
+    return {k: bits(v) for k, v in state.items()}
+
+
+def open_folder(folder, rank=0, world=1, **options):
+    """(Checkpoints, its log lines)."""
+    lines = []
+    return checkpoint.Checkpoints(str(folder), None, Ranks(rank, world), log=lines.append, **options), lines
+
+
+def digest_of(folder: str) -> dict[str, str]:
+    """{path: sha256} of every file below a folder."""
+    found = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            with open(path, "rb") as f:
+                found[os.path.relpath(path, folder)] = hashlib.sha256(f.read()).hexdigest()
+    return found
+
+
+class MemoryHub:
+    """A publisher that keeps everything in memory, fails on demand, and notes what was asked of it."""
+
+    def __init__(self):
+        self.files, self.calls, self.failing, self.gate = {}, [], 0, threading.Event()
+        self.corrupt = False
+        self.gate.set()
+
+    def _call(self, what):
+        self.calls.append(what)
+        self.gate.wait(30)
+        if self.failing:
+            self.failing -= 1
+            raise OSError("503 from the Hub")
+
+    def upload(self, folder, prefix):
+        self._call(f"upload {prefix}")
+        for name in digest_of(folder):
+            with open(os.path.join(folder, name), "rb") as f:
+                data = f.read()
+            self.files[f"{prefix}/{name}" if prefix else name] = data[:-1] + b"?" if self.corrupt else data
+        return {"prefix": prefix, "commit": f"c{len(self.calls)}"}
+
+    def list(self, prefix=""):
+        return {
+            k: (len(v), hashlib.sha256(v).hexdigest())
+            for k, v in self.files.items()
+            if not prefix or k.startswith(prefix + "/")
+        }
+
+    def download(self, prefix, folder):
+        self._call(f"download {prefix}")
+        assert not os.path.exists(folder)
+        for key, data in self.files.items():
+            if key.startswith(prefix + "/"):
+                path = os.path.join(folder, key.removeprefix(prefix + "/"))
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as f:
+                    f.write(data)
+
+    def delete(self, prefix):
+        self._call(f"delete {prefix}")
+        self.files = {k: v for k, v in self.files.items() if not k.startswith(prefix + "/")}

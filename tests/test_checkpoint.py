@@ -1,0 +1,689 @@
+"""Checkpoints: what is saved is what was there, what is loaded is what was saved, and what is damaged is refused.
+
+Values are compared as bytes. Faults of the disk and kills are in test_checkpoint_faults.py.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_tools import Ranks, all_bits, digest_of, open_folder, reference, state_for
+from conftest import ROOT, tiny_settings
+from workers import run
+
+import checkpoint
+import settings
+from checkpoint import CheckpointError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank_group():
+    """The one-rank process group that a run under plain python has."""
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        dist.destroy_process_group()
+
+
+def saved_once(folder, steps=(1,), kind="latest", **options):
+    """A closed folder with a checkpoint of each step, whose values depend on the step."""
+    c, lines = open_folder(folder, **options)
+    for step in steps:
+        c.save(step, kind, *state_for(0, 1, seed=step), {"step": step, "config": {"n": 1}}, wait=True)
+    assert not c.failures
+    receipts = c.poll()
+    c.close()
+    return receipts
+
+
+def names_in(folder) -> list[str]:
+    return sorted(n for n in os.listdir(folder) if n.startswith("step-"))
+
+
+# --- what is saved is loaded ---------------------------------------------------------------------------------------
+
+
+def save_scenario(rank, world, folder, replicas=1):
+    c, _ = open_folder(folder, rank, world)
+    shared, own = state_for(rank, world, replicas=replicas)
+    c.save(5, "latest", shared, own, {"step": 5, "loss": 0.1 + 0.2}, wait=True)
+    receipts, failures = c.poll(), c.failures
+    c.close()
+    return receipts, failures, all_bits(own)
+
+
+def load_scenario(rank, world, folder, replicas=1):
+    """Loads over other values; (whether all bits are the reference's, state, own_loaded, own's bits)."""
+    c, _ = open_folder(folder, rank, world)
+    shared, own = state_for(rank, world, seed=99, replicas=replicas)
+    state, own_loaded = c.load(c.newest(), shared, own)
+    expected, _ = state_for(rank, world, replicas=replicas)
+    c.close()
+    return all_bits(shared) == all_bits(expected), state, own_loaded, all_bits(own)
+
+
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (4, 2)]  # (world, replicas): the last is HSDP, two copies of two shards
+
+
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_any_world_size_loads_any_other_bit_for_bit(tmp_path, saved):
+    """Including uneven shards, ranks without rows, bf16, fp8, NaN, 0-dim and empty tensors, and HSDP; `own` comes back
+    only where world size and layout are the same."""
+    results = run(save_scenario, world=saved[0], folder=str(tmp_path), replicas=saved[1])
+    assert all(not failures and len(receipts) == 1 for receipts, failures, _ in results)
+    for target in LAYOUTS:
+        loaded = run(load_scenario, world=target[0], folder=str(tmp_path), replicas=target[1])
+        for rank, (equal, state, own_loaded, own) in enumerate(loaded):
+            assert equal and state == {"step": 5, "loss": 0.1 + 0.2}, (saved, target)
+            assert own_loaded == (saved == target)
+            if own_loaded:
+                assert own == results[rank][2]
+
+
+def test_every_file_opens_without_torch_and_holds_the_values(tmp_path):
+    """JSON and safetensors only, put together by hand with numpy: nothing in a checkpoint needs an unpickler."""
+    run(save_scenario, world=2, folder=str(tmp_path))
+    (name,) = names_in(tmp_path)
+    values, seen = {}, set()
+    for file in digest_of(tmp_path / name):
+        data = (tmp_path / name / file).read_bytes()
+        if file.endswith(".json"):
+            json.loads(data)
+            continue
+        assert file.endswith(".safetensors")
+        n = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + n])
+        offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        for key, entry in header.items():
+            seen.add((file, key))
+            start, end = entry["data_offsets"]
+            if entry["dtype"] == "F32" and key in offsets:
+                piece = np.frombuffer(data[8 + n + start : 8 + n + end], "<f4").reshape(entry["shape"])
+                values.setdefault(key, []).append((offsets[key]["saved_offsets"], piece))
+    for key, whole in reference().items():
+        if whole.dtype == torch.float32:
+            pieces = [p for _, p in sorted(values[key], key=lambda item: item[0])]
+            assert np.concatenate(pieces).tobytes() == whole.numpy().tobytes(), key
+    assert len(seen) > 2 * 5
+
+
+def test_sources_never_touch_pickle():
+    """The checkpoint files neither unpickle nor write what only an unpickler reads."""
+    for file in ("checkpoint.py", "sealed.py", "uploads.py", "sample.py"):
+        with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+            text = f.read()
+        assert not re.search(
+            r"torch\.(load|save)\b|import pickle|pickle\.|shelve|\beval\(\w+\)|exec\(|FileSystemWriter", text
+        ), file
+
+
+def test_an_evil_pickle_in_any_place_is_refused_unopened(tmp_path):
+    """A pickle that would run code, under every name of a checkpoint: it is refused and does not run."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "PWNED"),)
+
+    import pickle
+
+    saved_once(tmp_path / "run")
+    (name,) = names_in(tmp_path / "run")
+    for file in digest_of(tmp_path / "run" / name):
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "run" / name, copy)
+        (copy / file).write_bytes(pickle.dumps(Evil()))
+        with pytest.raises(CheckpointError):
+            checkpoint.read_model(str(copy))
+        shutil.rmtree(copy)
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    "part, value, says",
+    [
+        ("shared", 3.0, "not a tensor"),
+        ("own", 7, "not a tensor"),
+        ("shared", None, "not a tensor"),
+        ("shared", torch.empty(2, device="meta"), "can't be saved"),
+        ("shared", torch.zeros(2, dtype=torch.complex64), "can't be saved"),
+        ("state", float("nan"), "not JSON"),
+        ("state", torch.zeros(1), "not JSON"),
+        ("kind", "newest", "kind"),
+    ],
+)
+def test_what_cannot_be_saved_is_an_error_at_once(tmp_path, part, value, says):
+    """DCP would write a Python number in silence and then fail to load it."""
+    c, _ = open_folder(tmp_path)
+    call = {"shared": {"w": torch.ones(2)}, "own": {}, "state": {}, "kind": "latest"}
+    call[part] = value if part == "kind" else {**call[part], "x": value}
+    with pytest.raises(CheckpointError, match=says):
+        c.save(1, call["kind"], call["shared"], call["own"], call["state"])
+    assert not names_in(tmp_path)
+    c.close()
+
+
+def disagree_scenario(rank, world, folder):
+    """Rank 1 alone passes a number, then another step: no rank may go on alone."""
+    c, _ = open_folder(folder, rank, world)
+    errors = []
+    for shared, step in [({"w": 3.0 if rank else torch.ones(2)}, 1), ({"w": torch.ones(2)}, rank)]:
+        try:
+            c.save(step, "latest", shared, {}, {})
+        except Exception as e:
+            errors.append(f"{type(e).__name__}: {e}")
+    c.close()
+    return errors
+
+
+def test_a_bad_save_on_one_rank_is_an_error_on_all(tmp_path):
+    errors = run(disagree_scenario, world=2, folder=str(tmp_path))
+    assert all(len(e) == 2 and "not a tensor" in e[0] and "disagree" in e[1] for e in errors), errors
+
+
+def test_load_is_strict(tmp_path):
+    """A missing or unknown key, another shape or dtype: refused, and no tensor is touched."""
+    saved_once(tmp_path)
+    c, _ = open_folder(tmp_path)
+    path = c.newest()
+    shared, own = state_for(0, 1, seed=50)
+    before = all_bits(shared)
+    less = {k: v for k, v in shared.items() if k != "model.a"}
+    for wrong, says in [
+        (less, "model.a"),
+        ({**shared, "model.new": torch.ones(1)}, "model.new"),
+        ({**shared, "_orig_mod.model.a": shared["model.a"]}, "_orig_mod"),
+        ({**shared, "adamw.step": torch.ones(2)}, "adamw.step"),
+        ({**shared, "adamw.step": torch.tensor(1.0, dtype=torch.float64)}, "adamw.step"),
+        ({**shared, "model.a": torch.ones(5, 7)}, "model.a"),
+    ]:
+        with pytest.raises(CheckpointError, match=re.escape(says)):
+            c.load(path, wrong, own)
+    assert all_bits(shared) == before
+    other = {**own, "codes": torch.zeros(99, dtype=torch.uint8)}
+    assert c.load(path, shared, other)[1] is False
+    assert c.load(path, shared, own)[1] is True
+    c.close()
+
+
+# --- asynchronous --------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
+    """The writer is held: save and poll return, live tensors change, and what is saved is what they were at the call.
+    A second save waits for the first: one in flight."""
+    gate, plain = threading.Event(), dcp.save
+    monkeypatch.setattr(dcp, "save", lambda *a, **k: (gate.wait(30), plain(*a, **k))[1])
+    c, _ = open_folder(tmp_path)
+    shared, own = state_for(0, 1)
+    state = {"list": [1]}
+    expected = all_bits(shared), all_bits(own)
+    c.save(1, "latest", shared, own, state)
+    for tensor in shared.values():
+        tensor.zero_()
+    own["codes"].zero_()
+    state["list"].append(2)
+    assert c.poll() == [] and names_in(tmp_path) == []
+    threading.Timer(0.3, gate.set).start()
+    c.save(2, "latest", shared, own, state)
+    assert len(names_in(tmp_path)) == 1
+    c.wait_local()
+    receipts = c.poll()
+    assert [r["step"] for r in receipts] == [1, 2] and c.poll() == []
+    assert receipts[0]["pause"] < 0.25 < receipts[1]["pause"]
+    loaded, mine = state_for(0, 1, seed=3)
+    assert c.load(str(tmp_path / receipts[0]["name"]), loaded, mine) == ({"list": [1]}, True)
+    assert (all_bits(loaded), all_bits(mine)) == expected
+    c.close()
+
+
+def slow_rank_scenario(rank, world, folder):
+    """Rank 1 writes slowly; steps at which each rank's poll hands out the receipt."""
+    c, _ = open_folder(folder, rank, world)
+    plain = dcp.save
+
+    def slow(*a, **k):
+        time.sleep(0.5 if rank == 1 else 0)
+        return plain(*a, **k)
+
+    dcp.save = slow
+    try:
+        shared, own = state_for(rank, world)
+        c.save(1, "latest", shared, own, {})
+        step, receipts = 0, []
+        while not receipts:
+            time.sleep(0.05)
+            step, receipts = step + 1, c.poll()
+    finally:
+        dcp.save = plain
+    c.close()
+    return step, receipts[0]["name"]
+
+
+def test_all_ranks_get_a_receipt_at_the_same_step(tmp_path):
+    first, second = run(slow_rank_scenario, world=2, folder=str(tmp_path))
+    assert first == second and first[0] > 3
+
+
+def test_buffers_are_reused_and_parents_recorded(tmp_path):
+    """The second save copies into the memory of the first; each manifest names the checkpoint it came from."""
+    c, _ = open_folder(tmp_path)
+    shared, own = state_for(0, 1)
+    places = []
+    for step in (1, 2):
+        c.save(step, "latest", shared, own, {}, wait=True)
+        places.append({k: v.data_ptr() for k, v in c.buffers.items()})
+    assert places[0] == places[1]
+    first, second = (checkpoint.verify(str(tmp_path / n)) for n in names_in(tmp_path))
+    assert first["parent"] is None and second["parent"] == f"{c.run_id}/{names_in(tmp_path)[0]}"
+    c.close()
+    c, _ = open_folder(tmp_path)
+    c.load(c.newest(), shared, own)
+    c.save(3, "milestone", shared, own, {}, wait=True)
+    assert checkpoint.verify(str(tmp_path / names_in(tmp_path)[-1]))["parent"].endswith(names_in(tmp_path)[1])
+    c.close()
+
+
+# --- what is damaged is refused ------------------------------------------------------------------------------------
+
+
+def damage(folder: str, rng: random.Random) -> str:
+    """One single-bit flip, truncation or appended byte in one file of a checkpoint; says what."""
+    file = rng.choice(sorted(digest_of(folder)))
+    path = os.path.join(folder, file)
+    size = os.path.getsize(path)
+    kind = rng.choice(["flip", "flip", "flip", "truncate", "append"])
+    with open(path, "r+b") as f:
+        if kind == "flip":
+            at = rng.randrange(size)
+            f.seek(at)
+            byte = f.read(1)[0] ^ (1 << rng.randrange(8))
+            f.seek(at)
+            f.write(bytes([byte]))
+            return f"flip in byte {at} of {file}"
+        if kind == "truncate":
+            f.truncate(rng.randrange(size))
+        else:
+            f.seek(0, 2)
+            f.write(b"\0" if file.endswith("safetensors") else rng.choice([b"\n", b" "]))
+    return f"{kind} {file}"
+
+
+@pytest.mark.parametrize(
+    "count",
+    [60, pytest.param(250, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.drill)],
+)
+def test_flips_and_truncations_are_refused(tmp_path, count):
+    """Any file, the manifest and state.json included; then the intact one is still accepted."""
+    saved_once(tmp_path / "run")
+    source, rng = str(tmp_path / "run" / names_in(tmp_path / "run")[0]), random.Random(count)
+    accepted = []
+    for _ in range(count):
+        copy = str(tmp_path / "copy")
+        shutil.copytree(source, copy)
+        what = damage(copy, rng)
+        try:
+            checkpoint.verify(copy)
+            accepted.append(what)
+        except CheckpointError:
+            pass
+        shutil.rmtree(copy)
+    assert not accepted
+    checkpoint.verify(source)
+    print(f"refused {count} of {count} damaged checkpoints")
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path):
+    """All single-bit flips of the manifest: it proves itself too."""
+    saved_once(tmp_path)
+    folder = str(tmp_path / names_in(tmp_path)[0])
+    path = os.path.join(folder, "manifest.json")
+    with open(path, "rb") as f:
+        good = f.read()
+    for at in range(len(good)):
+        for bit in {at % 8, 7 - at % 8, 0} if at % 3 == 0 else {at % 8}:
+            with open(path, "wb") as f:
+                f.write(good[:at] + bytes([good[at] ^ (1 << bit)]) + good[at + 1 :])
+            with pytest.raises(CheckpointError):
+                checkpoint.verify(folder)
+
+
+def damaged_scenario(rank, world, folder, seed):
+    """Saves steps 1 to 3, then damages the newest: (name chosen, loud lines, bits right)."""
+    c, _ = open_folder(folder, rank, world, keep=3)
+    for step in (1, 2, 3):
+        c.save(step, "latest", *state_for(rank, world, seed=step), {"step": step}, wait=True)
+    c.close()
+    if rank == 0:
+        damage(os.path.join(folder, names_in(folder)[-1]), random.Random(seed))
+    dist.barrier()
+    c, lines = open_folder(folder, rank, world, keep=3)
+    shared, own = state_for(rank, world, seed=77)
+    state, own_loaded = c.load(c.newest(), shared, own)
+    same = all_bits(shared) == all_bits(state_for(rank, world, seed=2)[0])
+    c.close()
+    return state["step"], own_loaded, same, sum("DAMAGED" in line for line in lines)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_newest_falls_back_to_the_one_before_loudly(tmp_path, seed):
+    """Each rank hashes only its share, so that whichever rank sees the damage, all go back together."""
+    for result in run(damaged_scenario, world=2, folder=str(tmp_path), seed=seed):
+        assert result == (2, True, True, 1)
+
+
+def test_when_all_are_damaged_the_run_stops_and_starts_nothing_over(tmp_path):
+    saved_once(tmp_path, steps=(1, 2))
+    for name in names_in(tmp_path):
+        damage(str(tmp_path / name), random.Random(name))
+    before = sorted(digest_of(tmp_path).values())
+    for launch in (1, 2):  # the second start meets what the first set aside: still no fresh start
+        c, lines = open_folder(tmp_path)
+        with pytest.raises(CheckpointError, match="none is usable"):
+            c.newest()
+        assert sum("DAMAGED" in line for line in lines) == (2 if launch == 1 else 0)
+        c.close()
+    after = digest_of(tmp_path)
+    assert (
+        len([v for v in after.values() if v in before]) >= len(before) - 2
+    )  # nothing was deleted (lock, run.json)
+
+
+def make_bad(folder, good, how):
+    """A folder with the name of a checkpoint that is none."""
+    target = os.path.join(folder, "step-00000009-latest-0009")
+    if how == "empty":
+        os.mkdir(target)
+    elif how == "a file":
+        with open(target, "w") as f:
+            f.write("not a folder")
+    else:
+        shutil.copytree(good, target)
+        manifest = os.path.join(target, "manifest.json")
+        tensors = os.path.join(target, "tensors")
+        shard = os.path.join(tensors, os.listdir(tensors)[0])
+        if how == "no manifest":
+            os.unlink(manifest)
+        elif how == "manifest is a list":
+            with open(manifest, "w") as f:
+                f.write("[]")
+        elif how == "manifest is empty":
+            open(manifest, "w").close()
+        elif how == "manifest is deep":
+            with open(manifest, "w") as f:
+                f.write("[" * 100_000)
+        elif how == "manifest without seal":
+            with open(manifest) as f:
+                data = json.load(f)
+            data["step"] = 10
+            with open(manifest, "w") as f:
+                json.dump(data, f, indent=1, sort_keys=True)
+        elif how == "file missing":
+            os.unlink(shard)
+        elif how == "file added":
+            shutil.copy(shard, os.path.join(tensors, "shard-00002-model-00001-of-00001.safetensors"))
+        elif how == "files exchanged":
+            shutil.copy(os.path.join(target, "state.json"), shard)
+        elif how == "dangling link":
+            os.unlink(shard)
+            os.symlink("/nowhere", shard)
+    return target
+
+
+BAD = "empty|a file|no manifest|manifest is a list|manifest is empty|manifest is deep|manifest without seal|file missing"
+BAD = [*BAD.split("|"), "file added", "files exchanged", "dangling link"]
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_folder_without_a_fitting_manifest_is_not_a_checkpoint(tmp_path, how):
+    """It is skipped with a loud line for the good one before it, never loaded, never deleted."""
+    saved_once(tmp_path)
+    good = str(tmp_path / names_in(tmp_path)[0])
+    bad = make_bad(str(tmp_path), good, how)
+    c, lines = open_folder(tmp_path)
+    assert c.newest() == good
+    assert any("DAMAGED" in line and os.path.basename(bad) in line for line in lines)
+    with pytest.raises((CheckpointError, OSError)):
+        checkpoint.verify(bad)
+    c.save(10, "latest", *state_for(0, 1), {}, wait=True)
+    c.save(11, "latest", *state_for(0, 1), {}, wait=True)
+    assert os.path.lexists(bad) or os.path.lexists(str(tmp_path / ("damaged-" + os.path.basename(bad))))
+    assert not c.failures
+    c.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    "step-1-latest-0001|step-00000001-newest-0001|step-00000001-latest|xstep-00000001-latest-0001|"
+    "step-00000001-latest-0001.bak|.tmp-x+step-00000001-latest-0001|step_00000001|ckpt_s0000001.model.pt".split(
+        "|"
+    ),
+)
+def test_foreign_names_are_neither_loaded_nor_deleted(tmp_path, name):
+    saved_once(tmp_path)
+    good = str(tmp_path / names_in(tmp_path)[0])
+    shutil.copytree(good, tmp_path / name)
+    before = digest_of(tmp_path / name)
+    c, _ = open_folder(tmp_path)
+    assert c.newest() == good
+    for step in range(2, 6):
+        c.save(step, "latest", *state_for(0, 1), {}, wait=True)
+    c.close()
+    assert digest_of(tmp_path / name) == before
+
+
+# --- whose folder, which kind --------------------------------------------------------------------------------------
+
+
+def test_rotation_keeps_the_newest_of_each_kind(tmp_path):
+    c, _ = open_folder(tmp_path, keep=2)
+    for step in range(1, 5):
+        for kind in ("latest", "best", "milestone", "final"):
+            c.save(step, kind, *state_for(0, 1), {}, wait=True)
+    c.close()
+    kept = {}
+    for name in names_in(tmp_path):
+        kept.setdefault(name.split("-")[2], []).append(int(name.split("-")[1]))
+    assert kept == {"latest": [3, 4], "best": [3, 4], "milestone": [3, 4], "final": [1, 2, 3, 4]}
+
+
+def test_rotation_goes_by_the_order_of_saves_not_by_step(tmp_path):
+    """After a fallback the run is at a lower step than the damaged checkpoint: its new saves are the ones to keep."""
+    saved_once(tmp_path, steps=(50, 100), keep=2)
+    damage(str(tmp_path / names_in(tmp_path)[1]), random.Random(4))
+    c, _ = open_folder(tmp_path, keep=2)
+    assert "00000050" in c.newest()
+    for step in (60, 70):
+        c.save(step, "latest", *state_for(0, 1), {}, wait=True)
+    assert [n.split("-")[1] for n in names_in(tmp_path)] == ["00000060", "00000070"]
+    assert "00000070" in c.newest()
+    c.close()
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    first, _ = open_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="in use by another run .process"):
+        open_folder(tmp_path)
+    first.close()
+    second, _ = open_folder(tmp_path)
+    assert second.run_id == first.run_id
+    second.close()
+
+
+def test_another_runs_folder_is_refused(tmp_path):
+    saved_once(tmp_path)
+    with pytest.raises(CheckpointError, match="belongs to run"):
+        checkpoint.Checkpoints(str(tmp_path), "mine", Ranks(0, 1))
+    for bad in ("../x", "a/b", "", " "):
+        if bad:
+            with pytest.raises(CheckpointError, match="run id"):
+                checkpoint.Checkpoints(str(tmp_path / "new"), bad, Ranks(0, 1))
+
+
+def test_a_checkpoint_of_another_run_is_skipped(tmp_path):
+    saved_once(tmp_path / "a", steps=(1,))
+    saved_once(tmp_path / "b", steps=(2, 3))
+    for name in names_in(tmp_path / "b"):
+        shutil.copytree(tmp_path / "b" / name, tmp_path / "a" / name)
+    c, lines = open_folder(tmp_path / "a")
+    assert c.newest().endswith("step-00000001-latest-0001")
+    assert any("belongs to run b-" in line for line in lines)
+    for step in range(4, 8):
+        c.save(step, "latest", *state_for(0, 1), {}, wait=True)
+    assert set(names_in(tmp_path / "b")) <= set(
+        names_in(tmp_path / "a")
+    )  # rotation never took them for its own
+    c.close()
+    os.unlink(tmp_path / "a" / "run.json")
+    with pytest.raises(CheckpointError, match="several runs"):
+        open_folder(tmp_path / "a")
+
+
+def test_a_lost_run_record_is_read_from_the_checkpoints(tmp_path):
+    saved_once(tmp_path)
+    run_id = json.loads((tmp_path / "run.json").read_text())["run_id"]
+    for content in (None, "{", "[]", '{"run_id": 1'):
+        os.unlink(tmp_path / "run.json")
+        if content is not None:
+            (tmp_path / "run.json").write_text(content)
+        c, _ = open_folder(tmp_path)
+        assert c.run_id == run_id and c.newest()
+        c.close()
+
+
+def test_resume_never_touches_no_existing_checkpoint(tmp_path):
+    """A new run in the same folder: old files stay as they are through any number of saves, and the next start goes on
+    with the new run."""
+    saved_once(tmp_path, steps=(1, 2))
+    old = names_in(tmp_path)
+    before = {n: digest_of(tmp_path / n) for n in old}
+    c, lines = open_folder(tmp_path, resume="never")
+    assert c.newest() is None and any("stay untouched" in line for line in lines)
+    for step in range(1, 6):
+        c.save(step, "latest", *state_for(0, 1, seed=40 + step), {"step": step}, wait=True)
+    c.close()
+    assert {n: digest_of(tmp_path / n) for n in old} == before
+    again, _ = open_folder(tmp_path)
+    assert again.run_id == c.run_id and "00000005" in again.newest()
+    again.close()
+
+
+def test_resume_must_and_auto_without_a_checkpoint(tmp_path):
+    c, _ = open_folder(tmp_path, resume="must")
+    with pytest.raises(CheckpointError, match="resume=must"):
+        c.newest()
+    c.close()
+    c, _ = open_folder(tmp_path)
+    assert c.newest() is None
+    c.close()
+
+
+def test_changed_settings_are_listed_or_refused():
+    """Free ones are listed; those that change the course need allow_change; the weights' form can't change at all."""
+    saved = tiny_settings().as_dict()
+    assert checkpoint.refuse_changes(saved, tiny_settings()) == []
+    assert checkpoint.refuse_changes(saved, tiny_settings(log_every=3)) == ["log_every: 10 -> 3"]
+    with pytest.raises(settings.SettingsError, match=r"beta2: 0.95 -> 0.9 .*--allow_change=beta2"):
+        checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9))
+    lines = checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta2"]))
+    assert "beta2: 0.95 -> 0.9" in lines
+    with pytest.raises(settings.SettingsError, match="n_layers: 2 -> 3 .*another out_dir"):
+        checkpoint.refuse_changes(saved, tiny_settings(n_layers=3, allow_change=["n_layers"]))
+
+
+def shared_folder_scenario(rank, world, folder, apart):
+    try:
+        mine = os.path.join(folder, str(rank)) if apart else folder
+        checkpoint.check_shared_folder(mine, Ranks(rank, world), patience=0.5)
+        return "ok"
+    except Exception as e:
+        return str(e)
+
+
+def test_nodes_without_a_shared_file_system_are_noticed(tmp_path):
+    assert run(shared_folder_scenario, world=2, folder=str(tmp_path / "x"), apart=False) == ["ok", "ok"]
+    assert os.listdir(tmp_path / "x") == []
+    assert all(
+        "shared file system" in e
+        for e in run(shared_folder_scenario, world=2, folder=str(tmp_path), apart=True)
+    )
+
+
+def test_too_little_space_is_an_error_with_numbers(tmp_path):
+    checkpoint.check_space(str(tmp_path), 1000)
+    with pytest.raises(CheckpointError, match="GB free"):
+        checkpoint.check_space(str(tmp_path), 1e18)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def export_scenario(rank, world, folder, file_bytes):
+    shared, own = state_for(rank, world)
+    tensors = {
+        k.removeprefix("model."): v for k, v in shared.items() if k.startswith("model.") and "fp8" not in k
+    }
+    checkpoint.export(folder, tensors, {"d_model": 64}, Ranks(rank, world), file_bytes=file_bytes)
+
+
+@pytest.mark.parametrize("file_bytes", [10**9, 300])
+def test_an_export_has_the_same_bytes_from_any_number_of_ranks(tmp_path, file_bytes):
+    """One file, or several with an index, replaced as a whole; read back bit for bit."""
+    for world in (1, 2, 4):
+        for _ in range(2):
+            run(export_scenario, world=world, folder=str(tmp_path / str(world)), file_bytes=file_bytes)
+    files = digest_of(tmp_path / "1")
+    assert files == digest_of(tmp_path / "2") == digest_of(tmp_path / "4")
+    assert (
+        ("model.safetensors" in files) == (file_bytes > 300) == ("model.safetensors.index.json" not in files)
+    )
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "4"]
+    config, tensors = checkpoint.read_export(str(tmp_path / "2"))
+    expected = {
+        k.removeprefix("model."): v
+        for k, v in reference().items()
+        if k.startswith("model.") and "fp8" not in k
+    }
+    assert config == {"d_model": 64} and all_bits(tensors) == all_bits(expected)
+    if file_bytes == 300:
+        index = json.loads((tmp_path / "1" / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"]) == set(expected) and set(index["weight_map"].values()) < set(files)
+    (tmp_path / "1" / "report.json").write_text("{}")  # joins an export later
+    checkpoint.read_export(str(tmp_path / "1"))
+    victim = next(f for f in sorted(files) if f.endswith("safetensors"))
+    data = bytearray((tmp_path / "1" / victim).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "1" / victim).write_bytes(data)
+    with pytest.raises(CheckpointError, match="sha256"):
+        checkpoint.read_export(str(tmp_path / "1"))
+
+
+def test_a_model_is_read_without_a_process_group(tmp_path):
+    """From a checkpoint, from the run's folder, past a damaged newest; whole tensors of a sharded save."""
+    folder = tmp_path / "out" / "checkpoints"
+    run(read_model_scenario, world=2, folder=str(folder))
+    damage(str(folder / names_in(folder)[-1]), random.Random(0))
+    expected = {k.removeprefix("model."): v for k, v in reference().items() if k.startswith("model.")}
+    for path in (folder / names_in(folder)[0], folder, tmp_path / "out"):
+        config, tensors = checkpoint.read_model(str(path))
+        assert config == {"layers": 2} and all_bits(tensors) == all_bits(expected)
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        checkpoint.read_model(str(tmp_path / "out" / "nothing"))
+
+
+def read_model_scenario(rank, world, folder):
+    c, _ = open_folder(folder, rank, world)
+    for step in (1, 2):
+        c.save(step, "latest", *state_for(rank, world), {"config": {"layers": 2}}, wait=True)
+    c.close()
