@@ -242,11 +242,11 @@ def read_bin(path: str) -> tuple[int, int]:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as f:
-            head = np.frombuffer(f.read(12), "<i4")
-    except (OSError, ValueError) as e:
-        raise DataError(f"{path}: {os_reason(e) if isinstance(e, OSError) else 'too short'}") from None
-    offset, n = (0, size // 2)
-    if len(head) == 3 and head[0] == MODDED_MAGIC:
+            head = np.frombuffer(f.read(12).ljust(12, b"\0"), "<i4")
+    except OSError as e:
+        raise DataError(f"{path}: {os_reason(e)}") from None
+    offset, n = 0, size // 2
+    if head[0] == MODDED_MAGIC:
         offset, n = 1024, int(head[2])
     if size != offset + 2 * n or not n:
         raise DataError(

@@ -86,6 +86,8 @@ def read_header(path: str, name: str) -> tuple[tuple, np.dtype, int, int]:
         raise DataError(
             f"{name}: is in Fortran order, so rows are not contiguous: save numpy.ascontiguousarray(a)"
         )
+    if any(n < 0 for n in shape):
+        raise DataError(f"{name}: its header claims shape {shape}: save it again with numpy.save")
     if 0 in shape:
         raise DataError(f"{name}: holds no row, shape {shape}: delete it or pack it again")
     if len(shape) == 2 and shape[1] == 1:

@@ -1,0 +1,542 @@
+"""Every bad input is a DataError (exit code 65) that names the file, the value and the cure. None hangs, none trains.
+
+Each case harms a good dataset in one way and says what the message must hold. `python tests/test_bad_data.py` prints the
+table of messages.
+"""
+
+import gzip
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+import conftest  # noqa: F401 (finds the product's files, also as a program)
+import numpy as np
+import pytest
+from corpora import Crew, dataset, rows, settings, write
+
+import data
+import pack
+
+CASES = {}
+SHARD = "data/code/001.npy"
+
+
+def case(*expected, **changes):
+    """A harm, done to the dataset at `root`; `changes` are settings; it may return more of them."""
+
+    def add(harm):
+        CASES[harm.__name__] = (harm, expected, changes)
+        return harm
+
+    return add
+
+
+def put(root, name, content: bytes):
+    os.makedirs(os.path.dirname(os.path.join(root, name)), exist_ok=True)
+    with open(os.path.join(root, name), "wb") as f:
+        f.write(content)
+
+
+def meta(root, text):
+    put(root, "metadata.json", text if isinstance(text, bytes) else json.dumps(text).encode())
+
+
+def npy_bytes(array, **options) -> bytes:
+    f = io.BytesIO()
+    np.save(f, array, **options)
+    return f.getvalue()
+
+
+def header(text: str) -> bytes:
+    """A .npy file of 80 bytes of data whose header is this text."""
+    line = text.encode() + b" " * (118 - len(text)) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line + b"\0" * 80
+
+
+# --- files that are no shards --------------------------------------------------------------------------------------
+
+
+@case(SHARD, "web page", "fetch it again")
+def html_saved_as_npy(root):
+    put(root, SHARD, b"<!DOCTYPE html><html><body>Log in to continue</body></html>")
+
+
+@case(SHARD, "0 bytes", "again")
+def empty_file(root):
+    put(root, SHARD, b"")
+
+
+@case(SHARD, "Git LFS pointer", "git lfs pull")
+def lfs_pointer(root):
+    put(root, SHARD, b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 12345\n")
+
+
+@case(SHARD, "zip archive", "numpy.save")
+def npz(root):
+    f = io.BytesIO()
+    with zipfile.ZipFile(f, "w") as z:
+        z.writestr("a.npy", "x")
+    put(root, SHARD, f.getvalue())
+
+
+@case(SHARD, "gzip", "decompress")
+def gzipped(root):
+    put(root, SHARD, gzip.compress(npy_bytes(rows(0, 9, 9))))
+
+
+@case(SHARD, "pickle", "never loaded")
+def plain_pickle(root):
+    put(root, SHARD, pickle.dumps([1, 2, 3]))
+
+
+@case(SHARD, "pickled Python objects", "integer array")
+def pickled_object_array(root):
+    put(root, SHARD, npy_bytes(np.array([[1, 2], [3, "x"]], dtype=object), allow_pickle=True))
+
+
+@case(SHARD, "not a .npy file", "numpy.save")
+def raw_tokens(root):
+    put(root, SHARD, np.arange(500, dtype="uint16").tobytes())
+
+
+@case(SHARD, "header", "again")
+def truncated_in_the_header(root):
+    put(root, SHARD, npy_bytes(rows(0, 9, 9))[:30])
+
+
+@case(SHARD, "Header is not a dictionary", "numpy.save")
+def a_header_that_is_no_dictionary(root):
+    put(root, SHARD, header("[1, 2, 3]"))
+
+
+@case(SHARD, "numpy.save")
+def a_header_that_is_code(root):
+    put(root, SHARD, header("__import__('os').system('touch /tmp/nova-was-here')"))
+
+
+@case(SHARD, "shape", "numpy.save")
+def a_negative_shape(root):
+    put(root, SHARD, header("{'descr': '<u2', 'fortran_order': False, 'shape': (-4, -10), }"))
+
+
+@case(SHARD, "format (9, 0)", "numpy.save")
+def npy_of_another_version(root):
+    put(root, SHARD, b"\x93NUMPY\x09\x00" + npy_bytes(rows(0, 9, 9))[8:])
+
+
+@case(SHARD, "truncated", "fetch or pack it again")
+def truncated(root):
+    put(root, SHARD, npy_bytes(rows(0, 9, 9))[:-5])
+
+
+@case(SHARD, "7 trailing bytes", "again")
+def trailing_bytes(root):
+    put(root, SHARD, npy_bytes(rows(0, 9, 9)) + b"garbage")
+
+
+@case(SHARD, "directory")
+def a_folder_named_npy(root):
+    os.unlink(f"{root}/{SHARD}")
+    os.makedirs(f"{root}/{SHARD}")
+
+
+@case("001.npy", "no such file", "restore")
+def a_dangling_link(root):
+    os.unlink(f"{root}/{SHARD}")
+    os.symlink("/nowhere/else.npy", f"{root}/{SHARD}")
+
+
+# --- arrays that are no tokens -------------------------------------------------------------------------------------
+
+
+@case(SHARD, "float32", "astype")
+def floats(root):
+    write(root, SHARD, rows(0, 9, 9).astype("float32"))
+
+
+@case(SHARD, "bool", "astype")
+def booleans(root):
+    write(root, SHARD, rows(0, 9, 9) > 5)
+
+
+@case(SHARD, "complex", "astype")
+def complex_numbers(root):
+    write(root, SHARD, rows(0, 9, 9).astype("complex64"))
+
+
+@case(SHARD, "<U1", "astype")
+def strings(root):
+    write(root, SHARD, np.array([["a", "b"], ["c", "d"]]))
+
+
+@case(SHARD, "('ids', '<u2')", "astype")
+def records(root):
+    write(root, SHARD, np.zeros(20, dtype=[("ids", "<u2")]))
+
+
+@case(SHARD, "Fortran order", "ascontiguousarray")
+def fortran_order(root):
+    write(root, SHARD, np.asfortranarray(rows(0, 9, 9)))
+
+
+@case(SHARD, "3-D", "(2, 9, 9)", "reshape")
+def three_dimensions(root):
+    write(root, SHARD, rows(0, 18, 9).reshape(2, 9, 9))
+
+
+@case(SHARD, "0-D", "reshape")
+def a_scalar(root):
+    write(root, SHARD, np.array(7))
+
+
+@case(SHARD, "no row", "(0, 9)", "pack it again")
+def no_rows(root):
+    write(root, SHARD, rows(0, 0, 9))
+
+
+@case(SHARD, "no row", "(9, 0)")
+def rows_of_nothing(root):
+    write(root, SHARD, np.zeros((9, 0), "uint16"))
+
+
+@case(SHARD, "(50, 1)", "reshape(-1)")
+def a_column(root):
+    write(root, SHARD, np.zeros((50, 1), "uint16"))
+
+
+@case(SHARD, "holds 5 tokens", "max_len=8", "pack more text")
+def shorter_than_one_sample(root):
+    write(root, SHARD, np.arange(5, dtype="uint16"))
+
+
+@case("code", "one sample", "smaller max_len")
+def nothing_left_to_hold_out(root):
+    for k in range(3):
+        write(root, f"data/code/{k:03d}.npy", rows(k, 1, 9))
+
+
+# --- ids -----------------------------------------------------------------------------------------------------------
+
+
+@case(SHARD, "row 4 column 2", "token id 300", "vocabulary of 257", "metadata.json", domains=["code"])
+def id_outside_the_vocabulary(root):
+    for k in range(3):
+        write(root, f"data/code/{k:03d}.npy", np.ones((9, 9), "uint16"))
+    array = np.ones((9, 9), "uint16")
+    array[4, 2] = 300
+    write(root, SHARD, array)
+    meta(root, {"vocab_size": 257})
+
+
+@case(SHARD, "row 3 column 8", "token id -1")
+def negative_id(root):
+    array = rows(0, 9, 9, "int32")
+    array[3, 8] = -1
+    write(root, SHARD, array)
+
+
+@case(SHARD, "row 0 column 7", "token id 18446744073709551615")
+def id_beyond_int64(root):
+    array = rows(0, 9, 9, "uint64")
+    array[0, 7] = 2**64 - 1
+    write(root, SHARD, array)
+
+
+@case(SHARD, "row 0 column 77", "token id 1073741824")
+def id_in_a_single_line(root):
+    array = np.arange(90, dtype="uint32")
+    array[77] = 1 << 30
+    write(root, SHARD, array)
+
+
+# --- folders and domains -------------------------------------------------------------------------------------------
+
+
+@case(
+    "domain",
+    "did you mean 'reasoning'?",
+    "code, general, math, reasoning",
+    "set domains",
+    domains=["code", "reasonning"],
+)
+def misspelt_domain(root):
+    pass
+
+
+@case("' math'", "domains", domains=["code", " math"])
+def domain_with_a_space(root):
+    pass
+
+
+@case("twice", "domain_weights", "code, math, code")
+def duplicate_domains(root):
+    return dict(raw_domains=["code", "math", "code"])
+
+
+@case("domains is empty", "name at least one")
+def no_domains(root):
+    return dict(raw_domains=[])
+
+
+@case("'../../etc'", "not the name of a folder", domains=["../../etc"])
+def domain_that_leaves_the_folder(root):
+    pass
+
+
+@case("domain_weights=[1, 0, 1, 1]", "positive integer")
+def weight_of_zero(root):
+    return dict(raw_weights=[1, 0, 1, 1])
+
+
+@case("domain_weights", "100,000", "round them")
+def weights_beyond_a_cycle(root):
+    return dict(raw_weights=[99_991, 99_989, 1, 1])
+
+
+@case("data/code", "no .npy shard", "pack")
+def empty_domain(root):
+    shutil.rmtree(f"{root}/data/code")
+    os.makedirs(f"{root}/data/code")
+
+
+@case("no such folder", "python data.py pack")
+def no_data_folder(root):
+    shutil.rmtree(f"{root}/data")
+
+
+@case("no such folder", "owner/name", data="/nowhere/at/all")
+def missing_folder(root):
+    pass
+
+
+@case("no such folder", "owner/name", data="mydata")
+def a_name_that_is_neither_folder_nor_repo(root):
+    pass
+
+
+@case("is a file", "name the folder")
+def a_file_instead_of_a_folder(root):
+    return dict(data=f"{root}/{SHARD}")
+
+
+@case("nanoGPT", "python data.py pack OUT --vocab_size=50257 code=", "*.bin", "data=OUT")
+def nanogpt_folder(root):
+    shutil.rmtree(f"{root}/data")
+    put(root, "train.bin", np.arange(500, dtype="uint16").tobytes())
+    put(root, "val.bin", np.arange(50, dtype="uint16").tobytes())
+
+
+@case("modded-nanogpt", "python data.py pack", "data/code/*.bin")
+def modded_nanogpt_bins(root):
+    for k in range(3):
+        os.unlink(f"{root}/data/code/{k:03d}.npy")
+    put(root, "data/code/fineweb_train_000001.bin", b"\0" * 1024)
+
+
+@case(".txt files", "python data.py pack OUT code=", "*.txt")
+def text_instead_of_shards(root):
+    for k in range(3):
+        os.unlink(f"{root}/data/code/{k:03d}.npy")
+    put(root, "data/code/book.txt", b"Once upon a time")
+
+
+@case("named val", "nothing to train on")
+def only_validation_shards(root):
+    for k in range(3):
+        os.rename(f"{root}/data/code/{k:03d}.npy", f"{root}/data/code/val{k}.npy")
+
+
+@case("x.npy", "not a file name inside data/code/", "rename it")
+def a_name_with_backslashes(root):
+    np.save(f"{root}/data/code/a\\..\\x.npy", rows(0, 9, 9))
+
+
+# --- metadata.json -------------------------------------------------------------------------------------------------
+
+
+@case("metadata.json is missing", "set vocab_size")
+def metadata_missing(root):
+    os.unlink(f"{root}/metadata.json")
+
+
+@case("metadata.json", "not JSON", "pack again")
+def metadata_is_not_json(root):
+    meta(root, b"{vocab_size: 257")
+
+
+@case("metadata.json", "a list", "vocab_size")
+def metadata_is_a_list(root):
+    meta(root, [257])
+
+
+@case("metadata.json", "no vocab_size", "n_vocab", "add it")
+def metadata_without_vocab_size(root):
+    meta(root, {"n_vocab": 257})
+
+
+@case("metadata.json", "vocab_size='257'", "integer")
+def vocab_size_as_text(root):
+    meta(root, {"vocab_size": "257"})
+
+
+@case("metadata.json", "vocab_size=-5", "integer")
+def vocab_size_negative(root):
+    meta(root, {"vocab_size": -5})
+
+
+@case("metadata.json", "vocab_size=True", "integer")
+def vocab_size_as_boolean(root):
+    meta(root, {"vocab_size": True})
+
+
+@case("vocab_size=1073741824 contradicts vocab_size=257 (test)", "leave the setting out", vocab_size=257)
+def metadata_contradicts_the_setting(root):
+    pass
+
+
+@case("eot=300", "below vocab_size=257")
+def eot_outside_the_vocabulary(root):
+    meta(root, {"vocab_size": 257, "eot": 300})
+
+
+@case("tokenizer 'bytes'", "at least 256, not 65")
+def bytes_with_too_few_ids(root):
+    meta(root, {"vocab_size": 65, "tokenizer": "bytes"})
+
+
+# --- the check -----------------------------------------------------------------------------------------------------
+
+
+def run_case(name: str, root) -> BaseException | None:
+    """The error of opening the harmed dataset and reading two epochs of it."""
+    harm, _, changes = CASES[name]
+    dataset(root)
+    more = harm(str(root)) or {}
+    changes = {k: v for k, v in changes.items()} | {k: v for k, v in more.items() if not k.startswith("raw_")}
+    s = settings(root, **changes)
+    s.domains = more.get("raw_domains", s.domains)  # past the check of settings.py, as from another program
+    s.domain_weights = more.get("raw_weights", s.domain_weights)
+    try:
+        Crew(s).run(range(12))
+    except Exception as e:
+        return e
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_named_with_its_cure(name, tmp_path):
+    error = run_case(name, tmp_path)
+    assert isinstance(error, data.DataError), f"{type(error).__name__}: {error}"
+    assert error.exit_code == 65
+    for text in CASES[name][1]:
+        assert text in str(error), f"{text!r} is not in: {error}"
+    assert not os.path.exists("/tmp/nova-was-here")
+
+
+def test_there_are_at_least_forty_and_the_good_dataset_is_good(tmp_path):
+    assert len(CASES) >= 40
+    Crew(settings(dataset(tmp_path))).run(range(12))
+
+
+def test_a_shard_that_shrinks_while_open_is_named(tmp_path):
+    """With mmap this would be a SIGBUS."""
+    crew = Crew(settings(dataset(tmp_path, shards=(60,)), domains=["code"]))
+    crew.run(range(1), n=1)
+    os.truncate(f"{tmp_path}/data/code/000.npy", 300)
+    with pytest.raises(data.DataError, match="000.npy: short read at row .* shrank.*rename"):
+        crew.run(range(1, 3))
+
+
+def test_unreadable_files_and_folders_say_chmod(tmp_path):
+    """As an ordinary user: root may read everything, so a child process gives its rights away first."""
+    folder = tempfile.mkdtemp(prefix="nova-test-")
+    try:
+        os.chmod(folder, 0o755)
+        harmed = {
+            n: dataset(os.path.join(folder, str(i)))
+            for i, n in enumerate((SHARD, "data/code", "metadata.json"))
+        }
+        for name, root in harmed.items():
+            os.chmod(os.path.join(root, name), 0)
+        command = [sys.executable, __file__, "as-user", *harmed.values()]
+        told = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        assert len(told) == 3
+        for name, line in zip(harmed, told, strict=True):
+            assert name in line and "permission denied" in line and "chmod" in line
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- bad text for the packer ---------------------------------------------------------------------------------------
+
+PACK = {
+    "no_such_file": (["code=*.nothing"], ("*.nothing", "no such file", "quote")),
+    "no_equals_sign": (["code"], ("'code'", "domain=GLOB")),
+    "bad_domain": (["../x=a.txt"], ("'../x'", "not the name of a folder")),
+    "binary": (["code=zero.txt"], ("zero.txt", "zero byte at 5", "leave it out")),
+    "compressed": (["code=a.gz"], ("a.gz", ".gz files are not read")),
+    "parquet": (["code=a.parquet"], ("a.parquet", ".parquet")),
+    "bad_jsonl": (["code=bad.jsonl"], ("bad.jsonl line 2", "not JSON")),
+    "jsonl_field": (
+        ["code=good.jsonl", "--field=content"],
+        ("good.jsonl line 1", "'content'", "has text, id", "--field"),
+    ),
+    "jsonl_list": (["code=list.jsonl"], ("list.jsonl line 1", "list")),
+    "bins_and_text": (["code=a.bin", "math=a.txt"], (".bin", "apart from text")),
+    "bin_without_vocabulary": (["code=a.bin"], ("--vocab_size",)),
+    "bin_id_too_large": (["code=a.bin", "--vocab_size=100"], ("a.bin", "token 100 has id 100", "50257")),
+    "bin_truncated": (
+        ["code=modded.bin", "--vocab_size=100"],
+        ("modded.bin", "1100 bytes", "1224 are expected"),
+    ),
+    "bin_odd": (["code=odd.bin", "--vocab_size=100"], ("odd.bin", "truncated")),
+    "no_tokenizer": (["code=a.txt", "--tokenizer=none.json"], ("none.json", "no such file")),
+    "nothing_in_it": (["code=empty.txt"], ("code", "nothing to pack")),
+    "val_share": (["code=a.txt", "--val=0.9"], ("--val", "0.5")),
+}
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_bad_text_is_named_with_its_cure(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for file, content in {
+        "a.txt": b"hello\n", "zero.txt": b"hello\0world", "a.gz": b"x", "a.parquet": b"x", "empty.txt": b"",
+        "bad.jsonl": b'{"text": "a"}\n{"text": \n', "good.jsonl": b'{"text": "a", "id": 1}\n', "list.jsonl": b"[1]\n",
+        "a.bin": np.arange(500, dtype="uint16").tobytes(), "odd.bin": b"abc",
+        "modded.bin": np.array([20240520, 1, 100] + [0] * 253, "int32").tobytes() + b"\0" * 76,
+    }.items():  # fmt: skip
+        put(tmp_path, file, content)
+    arguments, expected = PACK[name]
+    assert pack.main(["pack", "OUT", *arguments]) == 65
+    message = capsys.readouterr().err
+    for text in expected:
+        assert text in message
+    assert "Traceback" not in message and not os.path.exists("OUT/metadata.json")
+
+
+def main():
+    """The table of messages, or (as-user ROOT …) datasets read without root's rights."""
+    if sys.argv[1:2] == ["as-user"]:
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        for root in sys.argv[2:]:
+            try:
+                Crew(settings(root)).run(range(12))
+                print("nothing was refused")
+            except data.DataError as e:
+                print(e)
+        return
+    for name in CASES:
+        with tempfile.TemporaryDirectory() as root:
+            error = run_case(name, root)
+            print(f"| {name.replace('_', ' ')} | {str(error).replace(root, 'DATA')} |")
+
+
+if __name__ == "__main__":
+    main()
