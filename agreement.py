@@ -89,18 +89,32 @@ def write_status(out_dir: str, status: str, exit_code: int | None, **info):
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGUSR1 only set a flag, which the loop agrees on. A second SIGINT leaves at once."""
+    """SIGTERM, SIGINT and SIGUSR1 only set a flag, which the ranks agree on. A second SIGINT leaves at once: python runs
+    no handler while the main thread waits inside a collective, so the watchdog counts them on the wake-up pipe."""
 
-    def __init__(self, leave):
-        self.name, self.when, self.leave = None, 0.0, leave
+    def __init__(self):
+        self.name, self.when, self.interrupts = None, 0.0, 0
+        self.pipe, end = socket.socketpair()
+        self.pipe.setblocking(False)
+        end.setblocking(False)
+        signal.set_wakeup_fd(end.detach(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note)
 
-    def _note(self, number, frame):
-        if number == signal.SIGINT and self.name == "SIGINT":
-            self.leave()
+    def _note(self, number, frame=None):
         if self.name is None:
             self.name, self.when = signal.Signals(number).name, time.monotonic()
+
+    def insisted(self) -> bool:
+        """Has SIGINT come twice? Called by the watchdog."""
+        try:
+            for number in self.pipe.recv(64):
+                self.interrupts += number == signal.SIGINT
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                    self._note(number)
+        except BlockingIOError:
+            pass
+        return self.interrupts > 1
 
 
 def describe(error: BaseException) -> str:
@@ -112,6 +126,10 @@ def describe(error: BaseException) -> str:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text += f" ({os.path.basename(frame.filename)} line {frame.lineno}, in {frame.name})"
     return text
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0][:200]
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -197,7 +215,7 @@ class Control:
             f"pid/{self.rank}", json.dumps([place(), os.getpid(), state and state[1], socket.gethostname()])
         )
         self.store.set(f"beat/{self.rank}", "0")  # a rank that stops before its first beat must be visible
-        self.signals = StopSignals(self._leave_at_once)
+        self.signals, self.leaving = StopSignals(), threading.Lock()
         self.pulse = time.monotonic()
         for body, argument in ((self._watch, (watched,)), (self._watch_the_watchdog, ())):
             threading.Thread(target=body, args=argument, daemon=True, name="nova-watchdog").start()
@@ -235,13 +253,17 @@ class Control:
 
     def record_error(self, error: BaseException) -> dict:
         """Record this rank's error. One that came out of a collective waits first for the culprit to be named."""
+        self.task = (self.task[0], None)
         if is_peer_loss(error):
-            until = time.monotonic() + self.lost + 3
-            while time.monotonic() < until:
-                if self._known():
-                    return self.failure
-                time.sleep(POLL)
-            return self.record(f"peer lost in a collective: {describe(error)}", rank=NOBODY)
+            try:
+                until = time.monotonic() + self.lost + 3
+                while time.monotonic() < until:
+                    if self._known():
+                        return self.failure
+                    time.sleep(POLL)
+            except RuntimeError as e:
+                return self._store_lost(f"control store lost ({first_line(e)})")
+            return self.record(f"lost its peers in a collective: {describe(error)}", rank=NOBODY)
         more = {"reason": error.reason} if isinstance(error, Stopped) else {}
         return self.record(describe(error), exit_code_of(error), getattr(error, "rank", None), **more)
 
@@ -264,7 +286,12 @@ class Control:
 
     def leave(self, f: dict):
         """End this process now, whatever its main thread is in: say why, write the status, no unwinding."""
-        faulthandler.cancel_dump_traceback_later()
+        self.leaving.acquire(
+            timeout=5
+        )  # watchdog and main thread may both come here: the first one ends both
+        end = threading.Timer(5, os._exit, (self.final_code(f["code"]),))  # should the file system hang, too
+        end.daemon = True
+        end.start()
         print(f"[nova] rank {self.rank} stops; {self.sentence(f)}", file=sys.stderr, flush=True)
         self.write_failure(f)
         sys.stdout.flush()
@@ -282,11 +309,6 @@ class Control:
     def final_code(self, code: int) -> int:
         """Under torchrun an agreed stop exits 0: it would turn 3 into a failure."""
         return 0 if self.torchrun and code == 3 else code
-
-    def _leave_at_once(self):  # runs in a signal handler: no store, no locks
-        f = dict(rank=self.rank, host=socket.gethostname(), stage=self.task[0], why="second SIGINT", code=130)
-        self.write_failure(f)
-        os._exit(130)
 
     def note(self, **info):
         """Facts for status.json, such as saved=STEP. The supervisor counts restarts that do not move `saved`."""
@@ -309,6 +331,8 @@ class Control:
             time.sleep(POLL)
             now = time.monotonic()
             try:
+                if self.signals.insisted():
+                    self.leave(self.record("second SIGINT", 130, store=store, reason="SIGINT"))
                 if self._known(store):
                     time.sleep(GRACE)
                     self.leave(self.failure)
@@ -326,7 +350,7 @@ class Control:
                 self.pulse = time.monotonic()
             except (dist.DistNetworkError, dist.DistStoreError) as e:
                 if not self.closed:
-                    self.leave(self._store_lost(f"control store lost ({str(e).splitlines()[0]})"))
+                    self.leave(self._store_lost(f"control store lost ({first_line(e)})"))
                 return
 
     def _check_deadline(self, store, now: float):

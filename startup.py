@@ -79,6 +79,8 @@ def setup_environment(settings, environ=os.environ):
         }  # fmt: skip
     if settings.nccl_safe:
         wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_ALGO": "Ring"}
+    if settings.device == "cpu":
+        wanted |= {"CUDA_VISIBLE_DEVICES": ""}
     if settings.deterministic:
         wanted |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     for name, value in wanted.items():
@@ -104,7 +106,11 @@ def init(settings, environ=os.environ, log=print) -> Agreement:
         raise error
     if int(environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in environ:
         raise StartupError("WORLD_SIZE is set but LOCAL_RANK is not: start the ranks with torchrun")
-    CURRENT = agree = Agreement(settings, environ, log)
+    try:
+        CURRENT = agree = Agreement(settings, environ, log)
+    except StartupError as e:
+        write_status(settings.out_dir, CODES[e.exit_code], e.exit_code, why=str(e))
+        raise
     agree.note()
     with agree.stage("join"):
         pass

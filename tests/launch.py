@@ -1,0 +1,120 @@
+"""Start real runs as a user does (plain python, torchrun, two launchers, ranks by hand) and watch how they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from workers import ROOT, free_port
+
+TOY = os.path.join(ROOT, "tests", "toy_run.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+class Launch:
+    """Processes that the test started and the ranks below them. Ends only those."""
+
+    def __init__(
+        self, out, *options, ranks: int = 1, nodes: int = 0, by_hand: bool = False, script=TOY, extra=()
+    ):
+        self.out, self.ranks, self.processes = str(out), ranks, []
+        os.makedirs(self.out, exist_ok=True)
+        tail = [script, self.out, *options]
+        environ = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        }
+        environ["OMP_NUM_THREADS"] = "1"
+        if by_hand:  # no launcher: rank 0 hosts the store
+            shared = dict(
+                WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()
+            )
+            for r in range(ranks):
+                own = {k: str(v) for k, v in dict(shared, RANK=r, LOCAL_RANK=r).items()}
+                self._start([sys.executable, *tail], environ | own)
+        elif nodes:
+            endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+            for n in range(nodes):
+                command = [
+                    f"--nnodes={nodes}",
+                    f"--nproc-per-node={ranks // nodes}",
+                    f"--node-rank={n}",
+                    "--rdzv-id=t",
+                ]
+                host = f"--rdzv-conf=is_host={n == 0},last_call_timeout=1,join_timeout=60"
+                self._start(
+                    [*TORCHRUN, *command, "--rdzv-backend=c10d", endpoint, host, *extra, *tail], environ
+                )
+        elif ranks > 1:
+            self._start([*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", *extra, *tail], environ)
+        else:
+            self._start([sys.executable, *tail], environ)
+
+    def _start(self, command, environ):
+        log = open(os.path.join(self.out, f"log.{len(self.processes)}"), "wb")
+        self.processes.append(
+            subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+        )
+        log.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in [p.pid for p in self.processes] + list(self.pids().values()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for p in self.processes:
+            p.wait(30)
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.out, name)
+
+    def read(self, name: str) -> str:
+        try:
+            with open(self.path(name), errors="replace") as f:
+                return f.read()
+        except FileNotFoundError:
+            return ""
+
+    def pids(self) -> dict[int, int]:
+        """{rank: process id} of the ranks that have started."""
+        names = [n for n in os.listdir(self.out) if n.startswith("pid.") and "tmp" not in n]
+        return {int(n[4:]): int(self.read(n)) for n in names}
+
+    def text(self) -> str:
+        return "".join(self.read(f"log.{i}") for i in range(len(self.processes)))
+
+    def wait_for(self, what, seconds: float = 60):
+        """Wait until what() is true, or fail with the run's output."""
+        end = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < end, f"nothing happened for {seconds} s\n{self.text()}"
+            time.sleep(0.02)
+
+    def step_reached(self, step: int, rank: int = 0) -> bool:
+        return int(self.read(f"step.{rank}") or 0) >= step
+
+    def survivors_gone(self, but=(), seconds: float = 90) -> float:
+        """Wait until all ranks but these have ended. -> seconds since the fault (the file `fault`)."""
+        self.wait_for(lambda: os.path.exists(self.path("fault")))
+        fault = os.path.getmtime(self.path("fault"))
+        others = {r: p for r, p in self.pids().items() if r not in but}
+        self.wait_for(lambda: not any(alive(p) for p in others.values()), seconds)
+        return time.time() - fault
+
+    def codes(self, seconds: float = 60) -> list[int]:
+        return [p.wait(seconds) for p in self.processes]
+
+
+def alive(pid: int) -> bool:
+    """Is the process there, and not just waiting to be reaped?"""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

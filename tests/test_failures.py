@@ -1,0 +1,331 @@
+"""Real processes are killed, stopped, hung and signalled: everyone ends within a bound, and the right rank is blamed.
+
+Bounds are the design's, for an idle machine; `SLACK` covers a loaded one. Each case prints one row of the failure table
+(`pytest -m "slow or drill" -s`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import TORCHRUN, Launch, alive
+from workers import ROOT
+
+SLACK = 5.0  # seconds
+EXIT, LOST, DEADLINE = (
+    5.0,
+    15.0,
+    15.0,
+)  # seconds: a rank that exits; one killed or silent; beyond a stage's deadline
+
+
+def check(tmp_path, fault: str, *options, bound: float, culprit, status: str, words: str = "", but=(), **how):
+    """Run with one fault: all other ranks end within `bound` seconds and blame `culprit`."""
+    with Launch(tmp_path / "out", f"--fault={fault}", *options, **how) as run:
+        run.wait_for(lambda: len(run.pids()) == run.ranks)
+        seconds = run.survivors_gone(but)
+        print(f"\n| {fault} {' '.join(options)} {how} | {seconds:.1f} s of {bound:.0f} | {last_line(run)}")
+        ended = json.loads(run.read("status.json"))
+        assert (ended["status"], ended["rank"]) == (status, culprit), run.text()
+        assert words in ended["why"]
+        assert seconds < bound + SLACK, run.text()
+        said = [
+            line for line in run.text().splitlines() if line.startswith("[nova]") and "first failure" in line
+        ]
+        survivors = [r for r in range(run.ranks) if r not in but and r != int(fault.split(":")[0])]
+        for rank in survivors:
+            mine = [line for line in said if line.startswith(f"[nova] rank {rank} stops")]
+            assert mine and (culprit < 0 or f"first failure: rank {culprit} " in mine[-1]), run.text()
+        return ended
+
+
+def last_line(run) -> str:
+    return ([line for line in run.text().splitlines() if line.startswith("[nova] rank")] or ["-"])[-1]
+
+
+def test_bad_data_on_one_rank_while_the_others_sit_in_a_collective(tmp_path):
+    check(tmp_path, "1:loop:data", bound=EXIT, culprit=1, status="data", words="shard 7", ranks=2)
+
+
+def test_hang_in_a_stage_names_the_rank_and_the_line(tmp_path):
+    how = dict(bound=4 + DEADLINE, culprit=1, status="system", words="time.sleep(1000)", ranks=2)
+    check(tmp_path, "1:load:hang", "--stage=4", "--lost=4", **how)
+
+
+def test_kill_inside_init_process_group(tmp_path):
+    check(tmp_path, "1:init:kill", bound=LOST, culprit=1, status="system", words="is gone", ranks=2)
+
+
+def test_silent_rank_inside_a_ring_of_three(tmp_path):
+    how = dict(bound=3 + 5, culprit=1, status="system", words="heartbeat", ranks=3, but=[1])
+    check(tmp_path, "1:loop:stop", "--lost=3", **how)
+
+
+CASES = {  # fault, options, bound, culprit, status, words, how
+    "raise in a stage": ("1:stage:raise", [], EXIT, 1, "failed", "injected", dict(ranks=2)),
+    "raise in a stage, rank 0": ("0:load:raise", [], EXIT, 0, "failed", "injected", dict(ranks=2)),
+    "exit in a stage": ("1:stage:exit", [], EXIT, 1, "system", "is gone", dict(ranks=2)),
+    "hang in a stage, others wait in a collective": (
+        "0:load:hang", ["--stage=6"], 6 + DEADLINE, 0, "system", "sleep", dict(ranks=2)),
+    "hang in a stage that never gives the interpreter back": (
+        "1:load:mute", ["--stage=60"], LOST, 1, "system", "heartbeat", dict(ranks=2, but=[1])),
+    "killed in the loop": ("1:loop:kill", [], EXIT, 1, "system", "is gone", dict(ranks=2)),
+    "rank 0 killed in the loop": ("0:loop:kill", [], EXIT, 0, "system", "is gone", dict(ranks=2)),
+    "exit in the loop": ("1:loop:exit", [], EXIT, 1, "system", "is gone", dict(ranks=2)),
+    "stopped in the loop": ("1:loop:stop", [], LOST, 1, "system", "heartbeat", dict(ranks=3, but=[1])),
+    "out of memory in the loop": ("1:loop:oom", [], LOST, 1, "failed", "out of memory", dict(ranks=2)),
+    "raise before the control word": ("1:step:raise", [], LOST, 1, "failed", "injected", dict(ranks=2)),
+    "hang in the loop": ("1:loop:hang", ["--step=6"], 6 + DEADLINE, 1, "system", "sleep", dict(ranks=2)),
+    "ranks in different collectives": ("1:wait:-", ["--step=6"], 6 + 15, -1, "system", "", dict(ranks=2)),
+    "stopped inside init": ("1:init:stop", [], LOST, 1, "system", "heartbeat", dict(ranks=2, but=[1])),
+    "two nodes: killed inside init": ("1:init:kill", [], LOST, 1, "system", "heartbeat", dict(ranks=2, nodes=2)),
+    "two nodes: killed in the loop": ("1:loop:kill", [], LOST, 1, "system", "heartbeat", dict(ranks=2, nodes=2)),
+    "two nodes: raise in the loop": ("1:loop:data", [], EXIT, 1, "data", "shard 7", dict(ranks=2, nodes=2)),
+    "two nodes of two: killed in the loop": ("3:loop:kill", [], EXIT, 3, "system", "is gone", dict(ranks=4, nodes=2)),
+    "never arrives": ("1:import:hang", ["--stage=8"], 8 + DEADLINE, 1, "system", "[1]", dict(ranks=2, but=[1])),
+    "by hand: never arrives": (
+        "1:import:hang", ["--stage=8"], 8 + DEADLINE, 1, "system", "[1]", dict(ranks=2, but=[1], by_hand=True)),
+    "by hand: store host killed": ("0:loop:kill", [], EXIT, 0, "system", "store lost", dict(ranks=2, by_hand=True)),
+}  # fmt: skip
+FEW = ("raise in a stage", "ranks in different collectives", "two nodes: killed inside init", "never arrives")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in FEW else pytest.mark.drill) for n in CASES]
+)
+def test_failure_table(tmp_path, name):
+    fault, options, bound, culprit, status, words, how = CASES[name]
+    check(tmp_path, fault, *options, bound=bound, culprit=culprit, status=status, words=words, **how)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_whole_node_dies(tmp_path, node):
+    """Launcher and rank of one node are killed at once. With node 0 goes the store: its host is named instead."""
+    with Launch(tmp_path / "out", "--steps=2000", ranks=2, nodes=2) as run:
+        run.wait_for(lambda: run.step_reached(3, 1))
+        (tmp_path / "out" / "fault").touch()
+        for pid in (run.processes[node].pid, run.pids()[node]):
+            os.kill(pid, signal.SIGKILL)
+        seconds = run.survivors_gone(but=[node])
+        print(f"\n| node {node} killed | {seconds:.1f} s | {last_line(run)}")
+        ended = json.loads(run.read("status.json"))
+        assert ended["status"] == "system" and ended["resumable"] and seconds < LOST + SLACK
+        assert (ended["rank"] == 1) if node else ("store" in ended["why"] and "127.0.0.1" in ended["host"])
+
+
+@pytest.mark.drill
+def test_store_host_falls_silent_without_closing_its_connections(tmp_path):
+    """A vanished machine sends no reset: the watchdog itself would wait for ever in the store."""
+    with Launch(tmp_path / "out", "--steps=2000", ranks=2, nodes=2) as run:
+        run.wait_for(lambda: run.step_reached(3, 1))
+        (tmp_path / "out" / "fault").touch()
+        for pid in (run.processes[0].pid, run.pids()[0]):
+            os.kill(pid, signal.SIGSTOP)
+        seconds = run.survivors_gone(but=[0])
+        print(f"\n| store host silent | {seconds:.1f} s | {last_line(run)}")
+        assert "store silent" in json.loads(run.read("status.json"))["why"] and seconds < LOST + SLACK
+
+
+@pytest.mark.slow
+def test_launcher_killed_leaves_no_orphans(tmp_path):
+    with Launch(tmp_path / "out", "--steps=2000", ranks=2) as run:
+        run.wait_for(lambda: run.step_reached(3))
+        (tmp_path / "out" / "fault").touch()
+        run.processes[0].kill()
+        assert run.survivors_gone() < EXIT + SLACK
+        assert json.loads(run.read("status.json"))["status"] == "system"
+
+
+# --- signals ----------------------------------------------------------------------------------------------------
+
+HANDLED = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def stop_by(tmp_path, number, target, at="loop", options=(), **how):
+    """Send one signal; -> (status.json, step that was saved, steps begun, launcher's exit codes)."""
+    with Launch(tmp_path / "out", "--steps=2000", "--saves=9999", *options, **how) as run:
+        where = (lambda: run.step_reached(3)) if at == "loop" else (lambda: "stage load ..." in run.text())
+        run.wait_for(where)
+        os.kill(run.processes[0].pid if target == "launcher" else run.pids()[target], number)
+        codes = run.codes()
+        steps = {run.read(f"step.{r}") for r in range(run.ranks)}
+        return json.loads(run.read("status.json")), run.read("checkpoint"), steps, codes, run.text()
+
+
+def test_sigterm_to_the_launcher_saves_once_and_is_resumable(tmp_path):
+    ended, saved, steps, _, text = stop_by(tmp_path, signal.SIGTERM, "launcher", ranks=2)
+    assert (ended["status"], ended["exit_code"], ended["resumable"]) == ("stopped", 3, True), text
+    assert (
+        len(steps) == 1 and int(saved) == int(steps.pop()) - 1 == ended["saved"]
+    )  # the step in hand was not taken
+    assert ended["reason"] == "SIGTERM" and "Traceback" not in text.split("[nova]")[0]
+
+
+def test_sigint_to_plain_python_saves_and_exits_3(tmp_path):
+    ended, saved, _, codes, text = stop_by(tmp_path, signal.SIGINT, "launcher")
+    assert codes == [3] and ended["status"] == "stopped" and int(saved) == ended["saved"] > 0, text
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("target", ["launcher", 0, 1])
+@pytest.mark.parametrize("at", ["loop", "start"])
+def test_every_signal_to_everyone(tmp_path, number, target, at):
+    """Under torchrun all ranks exit 0 after an agreed stop; the launcher itself says 1 when it was the one signalled."""
+    ended, saved, steps, codes, text = stop_by(
+        tmp_path, number, target, at, ["--begin=3"], ranks=2, extra=[HANDLED]
+    )
+    assert ended["status"] == "stopped" and ended["resumable"], text
+    assert len(steps) == 1 and codes == ([1] if target == "launcher" else [0]), text
+    if at == "loop":
+        assert int(saved) == int(steps.pop()) - 1, text
+
+
+@pytest.mark.drill
+def test_second_sigint_leaves_at_once_even_inside_a_collective(tmp_path):
+    with Launch(
+        tmp_path / "out", "--fault=0:wait:-", "--step=100"
+    ) as run:  # alone: nothing to wait for, so save slowly
+        run.wait_for(lambda: run.step_reached(3))
+    with Launch(tmp_path / "two", "--fault=1:loop:hang", "--step=100", ranks=2) as run:
+        run.wait_for(lambda: os.path.exists(run.path("fault")))
+        time.sleep(1)
+        for _ in range(2):
+            os.kill(run.pids()[0], signal.SIGINT)  # rank 0 waits inside the all-reduce
+            time.sleep(0.5)
+        run.codes()
+        assert json.loads(run.read("status.json"))["status"] == "interrupted", run.text()
+
+
+@pytest.mark.slow
+def test_a_save_longer_than_the_grace_period_needs_shutdown_timeout(tmp_path):
+    """torchrun kills after 30 s by default, in the middle of a longer save: README gives --shutdown-timeout."""
+    for grace, done in ((2, False), (60, True)):
+        out = tmp_path / str(grace)
+        _, saved, _, _, text = stop_by(
+            out,
+            signal.SIGTERM,
+            "launcher",
+            options=["--save=5"],
+            ranks=2,
+            extra=[f"--shutdown-timeout={grace}"],
+        )
+        assert bool(saved) == done, text
+
+
+# --- restarts ----------------------------------------------------------------------------------------------------
+
+LOOP = """
+out={out}
+while ! {launch}; do
+    {python} startup.py again $out || break
+done
+"""
+
+
+def supervise(tmp_path, script: str, seconds: float = 120):
+    """README's loop around `script`, a python file. -> (its output, starts)"""
+    (tmp_path / "run.py").write_text(script)
+    loop = LOOP.format(
+        out=tmp_path / "out", launch=f"{sys.executable} {tmp_path}/run.py", python=sys.executable
+    )
+    done = subprocess.run(["bash", "-c", loop], cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    starts = (tmp_path / "starts").read_text().count("x")
+    return done.stderr + done.stdout, starts
+
+
+# A run in miniature: it ends as the list says, one entry a start. No torch, so that a start is quick.
+MINIATURE = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import startup
+open({folder!r} + "/starts", "a").write("x")
+n = len(open({folder!r} + "/starts").read()) - 1
+endings = {endings!r}
+what, saved = endings[min(n, len(endings) - 1)]
+if what == "killed":
+    startup.write_status({folder!r} + "/out", "running", None, saved=saved)
+    os.kill(os.getpid(), signal.SIGKILL)
+code = {{v: k for k, v in startup.CODES.items()}}[what]
+startup.write_status({folder!r} + "/out", what, code, saved=saved)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    "endings, starts, words",
+    [
+        ([("killed", 10), ("system", 20), ("done", 30)], 3, ""),
+        ([("failed", 10)], 1, "failed"),
+        ([("settings", None)], 1, "settings"),
+        ([("data", 10)], 1, "data"),
+        ([("killed", 10), ("killed", 20), ("data", 20)], 3, "data"),
+    ],
+)
+def test_supervisor_loop_starts_again_only_where_it_can_help(tmp_path, endings, starts, words):
+    text, count = supervise(tmp_path, MINIATURE.format(root=ROOT, folder=str(tmp_path), endings=endings))
+    assert count == starts and words in text, text
+
+
+@pytest.mark.slow
+def test_recovery_from_a_killed_rank(tmp_path):
+    """Rank 1 is killed in every start, 8 steps after the resume: each start gets further, and the run is done."""
+    out = tmp_path / "out"
+    (tmp_path / "run.sh").write_text(
+        f"echo x >> {tmp_path}/starts\n"
+        f"n=$(wc -l < {tmp_path}/starts)\n"
+        f"fault=$([ $n -lt 3 ] && echo --fault=1:loop:kill)\n"
+        f"exec {' '.join(TORCHRUN)} --standalone --nproc-per-node=2 tests/toy_run.py {out} --steps=12 --saves=2 $fault\n"
+    )
+    loop = LOOP.format(out=out, launch=f"bash {tmp_path}/run.sh", python=sys.executable)
+    done = subprocess.run(["bash", "-c", loop], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert json.loads((out / "status.json").read_text())["status"] == "done", done.stderr
+    assert (tmp_path / "starts").read_text().count("x") == 3 and (out / "checkpoint").read_text() == "12"
+    assert "1 of 3" not in done.stderr  # each start had saved something new
+
+
+@pytest.mark.slow
+def test_max_restarts_is_refused_with_a_sentence(tmp_path):
+    with Launch(tmp_path / "out", ranks=2, extra=["--max-restarts=1"]) as run:
+        assert run.codes() == [1]
+        assert "--max-restarts is not supported" in run.text() and not run.read("step.0")
+
+
+def test_a_mistake_in_the_settings_is_one_line_and_64(tmp_path):
+    """No traceback, no torch loaded, exit code 64."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {ROOT!r})\nimport startup, settings\n"
+        "startup.load_or_exit(settings.load_settings, ['--d_modle=3'])"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 64 and "did you mean d_model" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=dict(os.environ, NOVA_DEBUG="1")
+    )
+    assert done.returncode == 64 and "Traceback" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
+def test_healthy_starts_raise_no_alarm(tmp_path, attempt):
+    healthy(tmp_path)
+
+
+@pytest.mark.drill
+def test_fifty_healthy_starts_raise_no_alarm(tmp_path):
+    for i in range(50):
+        healthy(tmp_path / str(i))
+
+
+def healthy(tmp_path):
+    with Launch(tmp_path / "out", "--steps=5", ranks=2) as run:
+        assert run.codes(120) == [0], run.text()
+        assert json.loads(run.read("status.json"))["status"] == "done" and "failure" not in run.text()
+        assert not any(alive(p) for p in run.pids().values())
