@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 import sysconfig
+import tempfile
 import time
 
 import pack
@@ -59,9 +60,10 @@ def version(package: str) -> str:
 
 
 def make(folder: str, log):
-    start, work = time.monotonic(), f"{folder}.{os.getpid()}.tmp"
-    shutil.rmtree(work, ignore_errors=True)
-    os.makedirs(os.path.join(work, "data"))
+    start = time.monotonic()
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    work = tempfile.mkdtemp(prefix=f"{folder}.", suffix=".tmp")  # another machine may share the cache folder
+    os.chmod(work, 0o755)
     try:
         domains, total = {}, 0
         for domain, texts in (

@@ -125,10 +125,10 @@ class Documents:
         table = np.column_stack([self.table, np.ones(len(self.table), int)])
         table = table[permutation(len(table), "documents", seed, domain)]
         need = min(int(share * (table[:, 2] - table[:, 1]).sum()), MAX_VAL)
-        val = []
+        val, whole = [], need
         while need > 0 and len(table):
             i, start, stop, _ = table[-1]
-            if stop - start > 2 * need and not self.is_jsonl(i):
+            if stop - start > 2 * whole and not self.is_jsonl(i):
                 val.append([i, stop - need, stop, 1])
                 table[-1, 2:] = stop - need, 0  # no end-of-document id where the text goes on
                 break
