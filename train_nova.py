@@ -23,6 +23,7 @@ if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
 
 import hashlib
+import json
 import math
 import os
 import signal
@@ -48,6 +49,14 @@ import selftest
 FILES = (
     "train_nova settings model muon data shards schedule checkpoint startup proofs"  # what code_digest covers
 )
+
+HORIZON = (
+    "total_steps",
+    "target_tokens",
+    "schedule",
+    "decay_frac",
+    "warmup_steps",
+)  # settings that make the horizon
 
 
 @dataclass
@@ -81,6 +90,8 @@ def train(settings: Settings) -> dict:
     log = logger(int(os.environ.get("RANK", 0)))
     agree = startup.init(settings, log=log)
     run = start_up(Run(settings, agree, log, agree.device), launched)
+    if complete(run):
+        return {"step": run.step, "saved": run.step}
     stop = loop(run)
     if stop:
         save(run, "latest", wait=True)
@@ -247,16 +258,36 @@ def resume(run: Run, saved: dict | None, path: str | None):
     _, own_loaded = run.checkpoints.load(path, shared, own)
     restore_optimizers(run, shared, own if own_loaded else None)
     run.step = saved["step"]
-    branch = run.settings.schedule_from and path == run.settings.schedule_from
-    if branch:
+    branch = path == run.settings.schedule_from
+    moved = [n for n in HORIZON if n in saved["settings"] and saved["settings"][n] != run.asked[n]]
+    run.horizon = schedule.Horizon.from_dict(saved["horizon"])
+    if branch or moved:
         run.horizon = schedule.first_horizon(run.settings, run.step)
-    else:
-        run.horizon = schedule.Horizon.from_dict(saved["horizon"])
+        run.log(
+            f"[resume] a new horizon: decay from step {run.horizon.decay_start}, end at {run.horizon.end_step}"
+        )
+    if not branch:
         run.metrics.load_state(saved["metrics"])
     how = "bit-exact" if own_loaded and saved["world"] == run.agree.world else "to rounding"
     run.log(f"[resume] step {run.step} of {path}, saved by {saved['world']} ranks: goes on {how}")
     if saved["code"] != code_digest():
         run.log("[resume] the code changed since this checkpoint was saved")
+
+
+def complete(run: Run) -> bool:
+    """Whether the folder holds a finished run: nothing to do, and nothing is touched."""
+    report = os.path.join(run.settings.out_dir, "report.json")
+    if run.step < run.horizon.end_step or not os.path.exists(report):
+        return False
+    with open(report, encoding="utf-8") as f:
+        done = json.load(f).get("step") == run.step
+    if done:
+        run.log(
+            f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise total_steps "
+            "(with --allow_change=total_steps); for another run choose another out_dir"
+        )
+        run.checkpoints.close()
+    return done
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,230 @@
+"""The whole product, as its users run it: real processes, real files, the real loop.
+
+A tiny model on a small folder of token shards, on one thread, so that losses can be compared to the bit.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import metrics
+
+TINY = """
+import os
+data = os.environ["NOVA_TEST_DATA"]
+d_model, n_layers, n_heads, n_kv_heads, ffn_hidden, max_len = 32, 2, 4, 2, 64, 32
+use_compile, use_fp8, adamw, threads, device = False, "off", "fp32", 1, "cpu"
+sequences_per_step, micro_batch = 8, 4
+total_steps, warmup_steps, schedule, decay_frac = 12, 2, "wsd", 0.25
+muon_lr, lr = 6e-3, 3e-3
+log_every, eval_every, ckpt_every = 4, 4, 3
+eval_rows, final_eval_rows, val_rows = 2, 4, 4
+sample_prompt, sample_tokens = "a", 8
+domains = ["code", "math"]
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(folder for outputs, environment) with data of two domains that a model can learn: noisy repeating bytes."""
+    folder = tmp_path_factory.mktemp("run")
+    rng = np.random.default_rng(0)
+    for d, domain in enumerate(("code", "math")):
+        os.makedirs(folder / "data" / domain)
+        pattern = rng.integers(97 + 8 * d, 105 + 8 * d, 23)
+        rows = np.tile(pattern, 9000)[: 200 * 33].reshape(200, 33)
+        noise = rng.random(rows.shape) < 0.1
+        np.save(folder / "data" / domain / "s.npy", np.where(noise, 32, rows).astype(np.uint16))
+    meta = {"vocab_size": 257, "tokenizer": "bytes", "eot": 256}
+    (folder / "metadata.json").write_text(json.dumps(meta))
+    (folder / "tiny.py").write_text(TINY)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "NOVA_", "OMP_"))}
+    environ |= {"NOVA_TEST_DATA": str(folder), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return folder, environ
+
+
+def command(folder, out, *arguments, ranks=0):
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = os.path.join(ROOT, "train_nova.py")
+    return [*launcher, script, str(folder / "tiny.py"), f"--out_dir={folder / out}", *arguments]
+
+
+def train(world, out, *arguments, ranks=0, expect=0, deadline=150):
+    """Run to the end; the output. The child has its own process group, which is ended with it."""
+    folder, environ = world
+    child = subprocess.Popen(
+        command(folder, out, *arguments, ranks=ranks), env=environ, text=True, cwd=folder, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = child.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        pytest.fail(f"no end within {deadline} s:\n{child.communicate()[0][-3000:]}")
+    assert child.returncode == expect, output[-4000:]
+    return output
+
+
+def losses(world, out, kind="step"):
+    """{step: loss} of a run's metrics.jsonl, every step once."""
+    rows = [r for r in metrics.read_rows(str(world[0] / out / "metrics.jsonl")) if r["kind"] == kind]
+    steps = [r["step"] for r in rows]
+    assert steps == sorted(set(steps)) or kind != "step", f"a step was written twice: {steps}"
+    return {r["step"]: (r["loss"], r.get("grad_norm")) for r in rows}
+
+
+def status(world, out):
+    return json.loads((world[0] / out / "status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(world):
+    """The run that all others are compared with, and its console."""
+    return train(world, "whole")
+
+
+def test_a_run_trains_reports_exports_and_samples(world, uninterrupted):
+    folder = world[0] / "whole"
+    report = json.loads((folder / "report.json").read_text())
+    assert status(world, "whole")["status"] == "done"
+    assert report["step"] == 12 and list(losses(world, "whole")) == list(range(1, 13))
+    assert report["val_loss"] < np.log(257) - 1 and set(report["val_loss_by_domain"]) == {"code", "math"}
+    assert 0 < report["bigram_baseline"] < np.log(257)
+    for words in (
+        "plan:",
+        "first step: Muon orthogonalised 14 blocks, 14 expected",
+        "tok/s",
+        "ETA",
+        "sample:",
+        ">> val",
+    ):
+        assert words in uninterrupted, words
+    assert (folder / "export" / "model.safetensors").exists()
+    script = os.path.join(ROOT, "sample.py")
+    arguments = [str(folder), "--prompt", "ab", "--tokens", "12", "--seed", "3"]
+    texts = [
+        subprocess.run(
+            [sys.executable, script, *arguments, *more],
+            env=world[1],
+            text=True,
+            capture_output=True,
+            check=True,
+        ).stdout
+        for more in ((), (), ("--seed", "4"))
+    ]
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("ab")
+
+
+def test_finished_run_given_again_says_so_and_changes_nothing(world, uninterrupted):
+    before = {p: p.stat().st_mtime_ns for p in (world[0] / "whole" / "checkpoints").rglob("*.safetensors")}
+    output = train(world, "whole")
+    assert "is complete" in output
+    assert before == {
+        p: p.stat().st_mtime_ns for p in (world[0] / "whole" / "checkpoints").rglob("*.safetensors")
+    }
+
+
+def test_two_processes_give_the_loss_curve_of_one(world, uninterrupted):
+    train(world, "two", ranks=2)
+    one, two = losses(world, "whole"), losses(world, "two")
+    assert one.keys() == two.keys()
+    for step in one:
+        assert two[step] == pytest.approx(one[step], rel=2e-2), step
+    assert two[1] == pytest.approx(one[1], rel=1e-3)
+
+
+def kill_at(world, out, step, number, ranks=0, target=None):
+    """Start a run, send it a signal when `step` is in its metrics, wait for its end; the output."""
+    folder, environ = world
+    child = subprocess.Popen(
+        command(folder, out, "--log_every=1", ranks=ranks), env=environ, text=True, cwd=folder, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    path, end = folder / out / "metrics.jsonl", time.monotonic() + 120
+    try:
+        while time.monotonic() < end and child.poll() is None:
+            if any(r["kind"] == "step" and r["step"] >= step for r in metrics.read_rows(str(path))):
+                break
+            time.sleep(0.02)
+        (os.killpg if number == signal.SIGKILL else os.kill)(child.pid, number)
+        return child.communicate(timeout=90)[0], child.returncode
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+
+
+def test_killed_run_given_again_ends_with_the_same_losses(world, uninterrupted):
+    kill_at(world, "killed", 7, signal.SIGKILL)
+    if status(world, "killed")["status"] != "done":  # on a fast machine it may have ended first
+        output = train(world, "killed")
+        assert "[resume] step" in output and "bit-exact" in output
+    assert losses(world, "killed") == losses(world, "whole")
+    assert losses(world, "killed", "evaluation")[12] == losses(world, "whole", "evaluation")[12]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_first_and_the_same_command_goes_on(world, uninterrupted, number):
+    out = f"stopped{int(number)}"
+    output, code = kill_at(world, out, 4, number)
+    if status(world, out)["status"] != "done":
+        assert code == 3, output[-2000:]
+        state = status(world, out)
+        assert (state["status"], state["resumable"]) == ("stopped", True)
+        assert state["saved"] == state["step"] >= 4
+        train(world, out)
+    assert losses(world, out) == losses(world, "whole")
+
+
+def test_stop_at_and_job_hours_stop_resumable_without_changing_the_curve(world, uninterrupted):
+    train(world, "parts", "--stop_at=5", expect=3)
+    assert status(world, "parts")["reason"] == "stop_at"
+    train(world, "parts")
+    assert losses(world, "parts") == losses(world, "whole")
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words",
+    [
+        (["--learning_rte=1"], 64, "learning_rte (command line) is not a setting"),
+        (["--sequences_per_step=7", "--micro_batch=7", "--ckpt_keep=0"], 64, "ckpt_keep=0"),
+        (["--device=cuda"], 64, "this machine has no GPU"),
+        (["--data=None"], 64, "no data named"),
+        (["--data=/no/such/folder"], 65, "/no/such/folder"),
+        (["--domains=cod,math"], 65, "cod"),
+        (["--resume=must"], 74, "--resume=must"),
+        (["--tracker=wandb"], 64, "wandb cannot be imported"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line_and_its_own_exit_code(world, arguments, code, words):
+    output = train(world, "wrong", *arguments, expect=code)
+    assert words in output and "Traceback" not in output
+    assert not any(line.startswith("step") for line in output.splitlines())
+
+
+def test_changed_settings_are_refused_or_accepted_by_name(world, uninterrupted):
+    output = train(world, "whole", "--lr=1e-3", expect=64)
+    assert "lr: 0.003 -> 0.001" in output and "--allow_change=lr" in output
+    output = train(world, "whole", "--d_model=64", expect=64)
+    assert "d_model" in output and "another out_dir" in output
+
+
+def test_seed_8x_config_names_everything_this_machine_lacks(world):
+    folder, environ = world
+    script = os.path.join(ROOT, "train_nova.py")
+    config = os.path.join(ROOT, "config", "h200_8x.py")
+    child = subprocess.run(
+        [sys.executable, script, config], env=environ, text=True, capture_output=True, cwd=folder
+    )
+    assert child.returncode == 64
+    assert "no GPU" in child.stderr and "HF_DATASET_REPO" in child.stderr and "Traceback" not in child.stderr
+    assert not os.path.exists(folder / "out")
