@@ -72,6 +72,7 @@ class Plan:
     facts: dict  # what was chosen: fp8, compile, micro_batch…
     parameters: dict[str, int]
     memory: dict[str, float]  # component -> bytes per GPU
+    memory_moment: str  # see memory_moments
     memory_peak: float
     memory_capacity: float
     largest_micro_batch: int
@@ -92,6 +93,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for a person."""
         f, b, s, m, c = self.facts, self.batch, self.speed, self.money, self.files
+        cpu = f["device"] == "cpu"
         out = [f"plan: {self.gpus} x {self.gpu.name}, computed, not measured ({f['how']})"]
         total = self.parameters["total"]
         classes = "  ".join(f"{k} {number(v)}" for k, v in self.parameters.items() if k != "total" and v)
@@ -100,7 +102,9 @@ class Plan:
             f"{k} {v / GB:.2f}" for k, v in self.memory.items() if v >= 0.005 * GB or self.gpus == 0
         )
         share = f" of {self.memory_capacity / GB:.0f} GB usable" if self.memory_capacity else ""
-        out.append(f"  memory/GPU   {self.memory_peak / GB:.2f} GB peak{share}: {parts}")
+        out.append(
+            f"  memory/GPU   {self.memory_peak / GB:.2f} GB peak{share}, in {self.memory_moment}: {parts}"
+        )
         out.append(
             f"  batch        {b['sequences_per_step']} sequences = {number(b['tokens_per_step'])} tokens/step: "
             f"micro_batch {b['micro_batch']} x {b['grad_accum']} micro-steps x {self.gpus} GPUs; "
@@ -120,8 +124,8 @@ class Plan:
         )
         out.append(
             f"  schedule     {b['steps']:,} steps = {number(b['tokens'])} tokens "
-            f"({b['tokens'] / total:.2g} a parameter): {hours(m['hours'])}, ${m['dollars']:,.0f} at "
-            f"${m['usd_per_gpu_hour']:g}/GPU-hour"
+            f"({b['tokens'] / total:.2g} a parameter): {hours(m['hours'])}"
+            + ("" if cpu else f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour")
         )
         if m["budget_hours"]:
             out.append(
@@ -130,9 +134,10 @@ class Plan:
                 + ", ".join(f"at {k} MFU {number(v)}" for k, v in m["budget_tokens_at"].items())
             )
         out.append(
-            f"  checkpoint   {c['checkpoint'] / GB:.3g} GB + weights {c['weights'] / GB:.3g} GB; upload "
-            f"{hours(c['upload_seconds'] / 3600)} at {UPLOAD / 1e6:.0f} MB/s"
-            + (f" (at least {c['upload_minimum'] / 1e6:.0f} MB/s to keep up)" if c["upload_minimum"] else "")
+            f"  checkpoint   {c['checkpoint'] / GB:.3g} GB, written in {c['save_seconds']:.2g} s behind training; final "
+            f"weights {c['weights'] / GB:.3g} GB; upload {hours(c['upload_seconds'] / 3600)} at {UPLOAD / 1e6:.0f} MB/s, "
+            f"at least {c['upload_minimum'] / 1e6:.3g} MB/s to be done before the next"
+            + ("" if c["publishes"] else " (hf_model_repo is not set: no upload)")
         )
         out += [f"  ! {w}" for w in self.warnings] + [f"  CANNOT RUN: {p}" for p in self.problems]
         return out
@@ -171,63 +176,97 @@ def orthogonalize_flops(rows: int, columns: int, iterations: int = 5) -> float:
     return iterations * (4 * m * m * n + 2 * m**3)
 
 
-def activation_bytes(settings, compiled: bool) -> float:
-    """Bytes that one block keeps for backward, per token. Measured in tests with torch's own counters."""
+# Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden). The
+# compiled and the CPU rows are exact counts of model.py's block (tests: what autograd and the compiler's partitioner
+# save). On a GPU, eager RMSNorm is fused and keeps its bf16 input instead of fp32 copies: counted by hand.
+SAVED = {
+    "compiled": {"standard": (18, 6, 6), "diff": (20, 8, 6), "diff_v2": (24, 6, 6)},
+    "cpu": {"standard": (38, 12, 8), "diff": (50, 14, 8), "diff_v2": (52, 12, 8)},
+    "cuda": {"standard": (22, 8, 8), "diff": (28, 10, 8), "diff_v2": (30, 8, 8)},
+    "selective": {"standard": (10, 4, 0), "diff": (12, 4, 0), "diff_v2": (14, 4, 0)},
+    "full": {"standard": (2, 0, 0), "diff": (2, 0, 0), "diff_v2": (2, 0, 0)},
+}
+ROOT_SAVED = {
+    "cpu": 20,
+    "cuda": 8,
+}  # the same for the norms after the embedding and before the head, times d_model
+
+
+def saved_bytes(settings, mode: str) -> float:
+    """Bytes per token of one block in a mode of SAVED; `mode` is the device where nothing is checkpointed or compiled."""
     s = settings
-    d, kv, ffn = s.d_model, s.n_kv_heads * s.head_dim, s.ffn_hidden
-    q = d * (2 if s.attention == "diff_v2" else 1)
-    if s.activation_checkpointing == "full":
-        return 2 * d
-    if (
-        s.activation_checkpointing == "selective"
-    ):  # the input, attention's, every matmul but the FFN's wide ones
-        return 2 * (d + (q + 2 * kv) + 2 * q + d + d)
-    if compiled:
-        return 2 * (10 * d + 2 * kv + (2 * q + 2 * kv) + 3 * ffn)
-    return 2 * (24 * d + 2 * kv + (2 * q + 2 * kv) + 4 * ffn)
+    per_d, per_kv, per_ffn = SAVED[mode][s.attention]
+    return per_d * s.d_model + per_kv * s.n_kv_heads * s.head_dim + per_ffn * s.ffn_hidden
 
 
-def memory_components(
+def memory_moments(
     settings, parameters: dict, micro_batch: int, shard: int, chosen: dict, accum: int
 ) -> dict:
-    """{component: bytes} of one rank at the moment of its peak, which is in the backward of the last block."""
+    """{moment: {component: bytes}} of one rank at the moments that can be the peak of a step.
+
+    loss      end of forward: all activations, and the chunk of logits that the loss works on
+    backward  of the last block: all activations, its weights and gradients, the block before it on its way
+    reduce    end of backward: the embedding's gradient goes to its owners
+    update    the optimizer step
+    """
     s = settings
-    block, total = block_elements(s), parameters["total"]
-    muon = s.n_layers * block
-    embedding = s.padded_vocab_size * s.d_model
-    tokens = micro_batch * s.max_len
+    block, total, tokens = block_elements(s), parameters["total"], micro_batch * s.max_len
+    muon, d = s.n_layers * block, s.d_model
     small = total - muon
-    adam = 8 * small / shard if s.adamw == "fp32" else 2 * (1 + 4 / 256) * small / shard
-    gathered_root = 2 * embedding * (1 if s.tie_embeddings else 2)
-    parts = {
+    embedding = s.padded_vocab_size * d
+    roots = embedding * (1 if s.tie_embeddings else 2)
+    live = "compiled" if chosen["compile"] else chosen["device"]
+    mode = live if s.activation_checkpointing == "none" else s.activation_checkpointing
+    activations = s.n_layers * tokens * saved_bytes(s, mode)
+    at_work = tokens * (4 * d + 6 * s.ffn_hidden)  # gradients of activations on their way through the FFN
+    if s.activation_checkpointing != "none":
+        at_work += tokens * saved_bytes(s, live)
+    on_gpu = chosen["device"] == "cuda"
+    persistent = {
         "weights": 4 * total / shard,
-        "gradients": 4 * total / shard,
-        "muon": 4 * muon / shard,
-        "adamw": adam,
-        # bf16 copies: the block at work, the next one on its way, embedding and head; plus the buffer they arrive in
-        "gathered": gathered_root
-        + (2 * 2 * block if s.reshard_after_forward else 2 * muon)
-        + 2 * block * (shard > 1),
-        # one block's bf16 gradients and their fp32 copy on the way to reduce-scatter
-        "reduce": (2 + 4) * block,
-        "accumulated": 4 * total if accum > 1 and not s.reduce_every_micro_step else 0,
-        "activations": s.n_layers * tokens * activation_bytes(s, chosen["compile"]),
-        "block at work": tokens * 2 * (8 * s.d_model + 4 * s.ffn_hidden),
-        "loss": min(tokens, s.loss_chunk) * s.padded_vocab_size * 10
-        + 4 * embedding
-        + 2 * tokens * 2 * s.d_model,
-        "batch": 2 * 2 * 8 * tokens * accum,
-        "context": CONTEXT if chosen["device"] == "cuda" else 0,
+        "muon state": 4 * muon / shard,
+        "adamw state": (8 if s.adamw == "fp32" else 2 * (1 + 4 / 256)) * small / shard,
+        "CUDA context, NCCL": CONTEXT if on_gpu else 0,
     }
     if s.cpu_offload:
-        for name in ("weights", "gradients", "muon", "adamw"):
-            parts[name] = 0.0
-    return parts
+        persistent |= {"weights": 0, "muon state": 0, "adamw state": 0}
+    gradients = 0 if s.cpu_offload else 4 * total / shard
+    accumulating = {
+        "gradients": gradients if accum > 1 and s.reduce_every_micro_step else 0,
+        "unsharded fp32 gradients": 4 * total if accum > 1 and not s.reduce_every_micro_step else 0,
+    }
+    running = (
+        persistent
+        | accumulating
+        | {
+            "activations": activations + tokens * d * ROOT_SAVED[chosen["device"]],
+            "gathered weights": 2 * roots + (0 if s.reshard_after_forward else 2 * muon),
+            "batch": 16 * tokens * accum,
+        }
+    )
+    more = 0 if not s.reshard_after_forward else 2 * 2 * block
+    chunk = min(tokens, s.loss_chunk) * s.padded_vocab_size
+    buckets = min(10 * muon / shard, 18 * 2**26) if shard > 1 else 4 * 2**20  # muon.py: four alive, in bf16
+    return {
+        "loss": running | {"loss chunk": (16 if tokens > s.loss_chunk else 12) * chunk + 6 * embedding + 2 * tokens * d},
+        "backward": running | {
+            "gathered weights": running["gathered weights"] + more + 2 * block * (shard > 1),
+            "block gradients": 6 * block + 2 * embedding,
+            "block at work": at_work,
+        },
+        "reduce": persistent | {"gradients": gradients, "gathered weights": 2 * roots, "embedding gradients": 8 * roots},
+        "update": persistent | {
+            "gradients": gradients,
+            "muon buckets": buckets + 8 * max(m * n for m, n in matrices(s)),
+        },
+    }  # fmt: skip
 
 
-def peak(parts: dict, chosen: dict) -> float:
-    """Bytes at the peak: the components, and what the allocator cannot use."""
-    return sum(parts.values()) * (1 + (FRAGMENTATION if chosen["device"] == "cuda" else 0))
+def memory_peak(moments: dict, chosen: dict) -> tuple[str, dict, float]:
+    """(moment, its components, bytes): the largest moment, and on a GPU what its allocator cannot use."""
+    moment = max(moments, key=lambda m: sum(moments[m].values()))
+    parts = {k: v for k, v in moments[moment].items() if v}
+    return moment, parts, sum(parts.values()) * (1 + (FRAGMENTATION if chosen["device"] == "cuda" else 0))
 
 
 def optimizer_seconds(settings, gpu: Gpu, total: int, gpus: int, shard: int) -> dict:
@@ -254,7 +293,9 @@ def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: i
     per_token = flops_per_token(s, s.ctx_end_len)
     linear = 6 * s.n_layers * block_elements(s)
     head = 6 * s.padded_vocab_size * s.d_model
-    attention = max(0.0, per_token - linear - head)
+    attention = (
+        max(0.0, per_token - linear - head) / 2
+    )  # MFU's convention counts all T x T scores; causal needs half
     rate = gpu.bf16 * ACHIEVED["bf16"]
     block_rate = gpu.fp8 * ACHIEVED["fp8"] * FP8_GAIN[s.fp8_recipe] if chosen["fp8"] and gpu.fp8 else rate
     compute = tokens * (
@@ -326,14 +367,13 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     def fits(micro_batch, **changes) -> bool:
         changed = dataclasses.replace(s, **changes)
         micro_steps = s.sequences_per_step // (micro_batch * gpus)
-        return (
-            peak(memory_components(changed, parameters, micro_batch, shard, chosen, micro_steps), chosen)
-            <= capacity
-        )
+        moments = memory_moments(changed, parameters, micro_batch, shard, chosen, micro_steps)
+        return memory_peak(moments, chosen)[2] <= capacity
 
     sizes = [n for n in range(1, s.sequences_per_step // gpus + 1) if s.sequences_per_step % (n * gpus) == 0]
     largest = max((n for n in sizes if fits(n)), default=0)
-    memory = memory_components(s, parameters, s.micro_batch, shard, chosen, accum)
+    moments = memory_moments(s, parameters, s.micro_batch, shard, chosen, accum)
+    moment, memory, peak = memory_peak(moments, chosen)
     speed = step_seconds(s, device, gpus, shard, accum, total, chosen)
     muon = s.n_layers * block_elements(s)
     # an 8-bit state is stored twice: the codes of each rank, and fp32 for another world size
@@ -344,7 +384,7 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     tokens = s.steps * s.tokens_per_step
     price = s.usd_per_gpu_hour * gpus
     result = Plan(
-        gpu=device, gpus=gpus, parameters=parameters, memory=memory, memory_peak=peak(memory, chosen),
+        gpu=device, gpus=gpus, parameters=parameters, memory=memory, memory_moment=moment, memory_peak=peak,
         memory_capacity=capacity, largest_micro_batch=largest,
         facts={
             **chosen, "shard_size": shard, "vocab_size": s.vocab_size,
@@ -367,8 +407,8 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
         },
         files={
             "checkpoint": states, "weights": 4 * total, "save_seconds": states / gpus / DISK,
-            "upload_seconds": states / UPLOAD if s.hf_model_repo else 0.0,
-            "upload_minimum": states / (60 * s.save_minutes) if s.save_minutes and s.hf_model_repo else 0.0,
+            "upload_seconds": states / UPLOAD, "upload_minimum": states / (60 * s.save_minutes or math.inf),
+            "publishes": bool(s.hf_model_repo and s.publish),
         },
     )  # fmt: skip
     judge(result, s, fits, sizes, assumed_vocabulary)
