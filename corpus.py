@@ -8,6 +8,7 @@
 Bytes, 257 ids. The text differs between versions of Python and of these packages, so no figure may be pinned to it.
 """
 
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -62,6 +63,9 @@ def version(package: str) -> str:
 def make(folder: str, log):
     start = time.monotonic()
     os.makedirs(os.path.dirname(folder), exist_ok=True)
+    for left in glob.glob(f"{glob.escape(folder)}.*.tmp"):  # of a process that was killed
+        if time.time() - os.stat(left).st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
     work = tempfile.mkdtemp(prefix=f"{folder}.", suffix=".tmp")  # another machine may share the cache folder
     os.chmod(work, 0o755)
     try:

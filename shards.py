@@ -148,7 +148,7 @@ class Shard:
         # the token behind the last sample is still read, as a target
         self.wasted = 0 if self.by_row else max(0, self.tokens - self.n * T - 1)
         info = np.iinfo(self.dtype)
-        self.check = info.max >= vocab_size or info.min < 0
+        self.too_large, self.negative = info.max >= vocab_size, info.min < 0  # which ids are possible
         try:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as e:
@@ -177,7 +177,7 @@ class Shard:
                 "write new shards under a temporary name and rename them"
             )
         t = np.frombuffer(data, self.dtype)
-        if self.check and (t.max() >= self.vocab_size or t.min() < 0):
+        if (self.too_large and t.max() >= self.vocab_size) or (self.negative and t.min() < 0):
             at = int(np.flatnonzero((t >= self.vocab_size) | (t < 0))[0])
             raise DataError(
                 f"{self.name}: row {(start + at) // self.row} column {(start + at) % self.row} holds token id {t[at]}, "
