@@ -1,0 +1,224 @@
+"""Kills processes inside a checkpoint save and looks at what the next start finds. A program, run by
+test_checkpoint_faults.py: `python kill_points.py WORLD VICTIM COUNT` (COUNT 0: every point).
+
+A point is the moment before or after any system call by which a save changes the disk, or the middle of a write. The
+victim sends itself SIGKILL there; its peers, which a launcher would end, are killed a moment later. Processes are forked
+after torch is imported, which makes hundreds of them affordable. Prints one JSON line.
+"""
+
+import builtins
+import contextlib
+import importlib
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+
+sys.path[:0] = [
+    os.path.dirname(os.path.abspath(__file__)),
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from checkpoint_tools import all_bits, digest_of, open_folder, state_for  # noqa: E402
+
+REAL_OPEN = io.open
+COUNTER = {"now": 0, "kill": None}
+
+
+def point():
+    """One place where a kill may fall."""
+    COUNTER["now"] += 1
+    if COUNTER["now"] == COUNTER["kill"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Torn:
+    """A file opened for writing: a kill may fall in the middle of a write, with half of it on the disk."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, data):
+        half = len(data) // 2
+        self.file.write(data[:half])
+        self.file.flush()
+        point()
+        return half + self.file.write(data[half:])
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+
+def watched_open(file, mode="r", *args, **kwargs):
+    if "w" not in mode:
+        return REAL_OPEN(file, mode, *args, **kwargs)
+    point()
+    return Torn(REAL_OPEN(file, mode, *args, **kwargs))
+
+
+def watch():
+    """Make every change of the disk a point."""
+    for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
+        real = getattr(os, name)
+
+        def watched(*args, real=real, **kwargs):
+            point()
+            result = real(*args, **kwargs)
+            point()
+            return result
+
+        setattr(os, name, watched)
+    io.open = builtins.open = watched_open
+
+
+def forked(function, world: int, patience: float = 60.0, victim: int | None = None) -> list:
+    """Run function(rank, world) in forked processes of one group; [its JSON value, or None where it died]."""
+    store = tempfile.mktemp()
+    pipes, children = [], []
+    for rank in range(world):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reader)
+                dist.init_process_group(
+                    "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world
+                )
+                answer = {"value": function(rank, world)}
+            except BaseException:
+                answer = {"error": traceback.format_exc()}
+            os.write(writer, json.dumps(answer).encode())
+            os._exit(0)
+        os.close(writer)
+        pipes.append(reader)
+        children.append(pid)
+    if victim is not None:
+        os.waitpid(children[victim], 0)
+        time.sleep(0.05)
+        for rank, pid in enumerate(children):
+            if rank != victim:
+                os.kill(pid, signal.SIGKILL)
+    answers = []
+    for rank, (reader, pid) in enumerate(zip(pipes, children, strict=True)):
+        data = b""
+        while block := os.read(reader, 65536):
+            data += block
+        os.close(reader)
+        if rank != victim:
+            os.waitpid(pid, 0)
+        answer = json.loads(data) if data else {"value": None}
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        answers.append(answer["value"])
+    if os.path.exists(store):
+        os.unlink(store)
+    return answers
+
+
+def save(folder, step):
+    """Save one step. keep=1: the save also deletes its predecessor."""
+
+    def work(rank, world):
+        c, _ = open_folder(folder, rank, world, keep=1)
+        c.save(step, "latest", *state_for(rank, world, seed=step), {"step": step}, wait=True)
+        c.close()
+        return c.failures
+
+    return work
+
+
+def save_killed(folder, step, victim, at):
+    def work(rank, world):
+        c, _ = open_folder(folder, rank, world, keep=1)
+        watch()
+        COUNTER.update(now=0, kill=at if rank == victim else None)
+        c.save(step, "latest", *state_for(rank, world, seed=step), {"step": step}, wait=True)
+        return COUNTER["now"]
+
+    return work
+
+
+def resume(folder):
+    """What the next start finds: (step, are the bits that step's, how many leftovers)."""
+
+    def work(rank, world):
+        c, lines = open_folder(folder, rank, world, keep=1)
+        shared, own = state_for(rank, world, seed=90)
+        state, own_loaded = c.load(c.newest(), shared, own)
+        expected, _ = state_for(rank, world, seed=state["step"])
+        left = [n for n in os.listdir(folder) if n.startswith(".tmp-") or n.endswith(".tmp")]
+        left += [line for line in lines if "DAMAGED" in line]
+        c.close()
+        return state["step"], all_bits(shared) == all_bits(expected) and own_loaded, left
+
+    return work
+
+
+def warm_up(base):
+    """Import here what a save and a load import on their first use, so that the children need not, each again."""
+
+    def modules(rank, world):
+        save(os.path.join(base, "warm"), 1)(rank, world)
+        resume(os.path.join(base, "warm"))(rank, world)
+        return sorted(sys.modules)
+
+    for name in set(forked(modules, 1)[0]) - set(sys.modules):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def main(world: int, victim: int, count: int) -> dict:
+    torch.set_num_threads(1)
+    base = tempfile.mkdtemp(prefix="kill-points-")
+    warm_up(base)
+    first = os.path.join(base, "first")
+    assert forked(save(first, 1), world) == [[]] * world
+    copy = os.path.join(base, "dry")
+    shutil.copytree(first, copy)
+    total = forked(save_killed(copy, 2, victim, 0), world)[victim]
+    points = list(range(1, total + 1))
+    if count:
+        points = sorted(random.Random(0).sample(points, min(count, total)))
+    found, bad = {1: 0, 2: 0}, []
+    for at in points:
+        folder = os.path.join(base, f"at{at}")
+        shutil.copytree(first, folder)
+        before = digest_of(first)
+        forked(save_killed(folder, 2, victim, at), world, victim=victim)
+        answers = forked(resume(folder), world)
+        step, right, left = answers[0]
+        others_unchanged = step == 2 or all(
+            digest_of(folder).get(f) == h for f, h in before.items() if f.startswith("step-")
+        )
+        if not (right and not left and others_unchanged and all(a == answers[0] for a in answers)):
+            bad.append([at, answers, others_unchanged])
+        found[step] += 1
+        if forked(save(folder, 3), world) != [[]] * world or forked(resume(folder), world)[0][0] != 3:
+            bad.append([at, "the run could not go on"])
+        shutil.rmtree(folder)
+    shutil.rmtree(base)
+    return {
+        "points": total,
+        "tried": len(points),
+        "resumed_old": found[1],
+        "resumed_new": found[2],
+        "bad": bad,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*map(int, sys.argv[1:]))))
