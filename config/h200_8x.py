@@ -18,6 +18,7 @@ adamw = "8bit"  # saves 0.4 GB per GPU against fp32
 
 sequences_per_step = 384  # the seed's 6 x 8 x 8: 786,432 tokens
 micro_batch = 6
+reduce_every_micro_step = True  # hides behind the compute; no unsharded fp32 gradients are held
 target_tokens = 200e9  # 254,314 steps
 schedule, warmup_steps = "cosine", 4_000
 

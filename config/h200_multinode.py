@@ -15,6 +15,7 @@ adamw = "8bit"
 shard_size = 8  # ranks that share one copy of the weights: one machine, so that gathers stay on NVLink
 sequences_per_step = 384  # 64 GPUs: one micro-step of 6
 micro_batch = 6
+reduce_every_micro_step = True  # hides behind the compute; no unsharded fp32 gradients are held
 target_tokens = 200e9
 schedule, warmup_steps = "cosine", 4_000
 
