@@ -43,10 +43,20 @@ def choose(settings, device) -> dict:
     gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     where = f"sm_{gpu[0]}{gpu[1]}" if gpu else device.type
 
-    fp8 = s.use_fp8 == "on" or (s.use_fp8 == "auto" and gpu is not None and gpu >= (9, 0))
-    if s.use_fp8 == "on" and gpu is not None and gpu < (8, 9) and not s.fp8_emulate:
-        raise bad(s, "use_fp8", f"{where} has no float8 matmul (sm_89 and newer do); use off, or fp8_emulate")
-    reasons.append(f"use_fp8={s.use_fp8}: {'float8' if fp8 else 'bf16'} matmuls on {where}")
+    torchao = importlib.util.find_spec("torchao") is not None
+    able = gpu is None or gpu >= (8, 9) or s.fp8_emulate  # the CPU's float8 is exact, and slow
+    if s.use_fp8 == "on" and not (torchao and able):
+        why = (
+            f"{where} has no float8 matmul (sm_89 and newer do)"
+            if torchao
+            else "the package torchao is missing"
+        )
+        raise bad(s, "use_fp8", f"{why}; use off" + ("" if able else ", or fp8_emulate"))
+    fp8 = s.use_fp8 == "on" or (s.use_fp8 == "auto" and torchao and gpu is not None and gpu >= (9, 0))
+    reasons.append(
+        f"use_fp8={s.use_fp8}: {'float8' if fp8 else 'bf16'} matmuls on {where}"
+        + ("" if torchao else " (no torchao)")
+    )
     if fp8 and gpu is None and not s.fp8_emulate:
         reasons[-1] += " (correct but about 30x slower than fp8_emulate)"
 
@@ -191,7 +201,7 @@ def compile_blocks(model, settings, log=print):
             try:
                 return compiled(*inputs)
             except torch._dynamo.exc.TorchDynamoException as e:  # nothing has run yet: compiling comes first
-                text = next((line for line in str(e).splitlines() if line.strip()), "")
+                text = " ".join(line.strip() for line in str(e).splitlines() if line.strip())[:300]
                 if settings.use_compile is True:
                     cure = 'set use_compile=False, or "auto" to go on without it'
                     raise bad(settings, "use_compile", f"torch.compile failed ({cure}): {text}") from e

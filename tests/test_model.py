@@ -1,0 +1,770 @@
+"""model.py is what its docstring says: against float64 numpy, at every width, on one rank and on several."""
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from conftest import tiny_settings
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from workers import run
+
+import kernels
+import model
+
+FORMS = ["diff", "diff_v2", "standard"]
+VARIANTS = {  # every switch of the model is on in one of them and off in another
+    "diff": dict(attention="diff"),
+    "diff, untied": dict(attention="diff", tie_embeddings=False, layer_scale=0.0, diff_lambda_init=0.8),
+    "diff_v2": dict(attention="diff_v2"),
+    "diff_v2, gated": dict(attention="diff_v2", attn_gate=True, head_gate=False, z_loss=1e-3),
+    "standard": dict(attention="standard"),
+    "standard, gated": dict(attention="standard", attn_gate=True, logit_softcap=0.0, layer_scale=0.0),
+}
+
+
+def make(dtype=torch.float32, noise=True, **changes):
+    """An initialised model on the CPU; with noise, no parameter is left at the value that makes it do nothing."""
+    s = tiny_settings(**changes)
+    nova = model.Nova(s)
+    model.init_weights(nova, s)
+    if noise:
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for p in nova.parameters():
+                scale = 0.3 if p.ndim == 1 else 4 / p.shape[1] ** 0.5 / 10
+                p += scale * torch.randn(p.shape, generator=generator)
+    return nova.to(dtype), s
+
+
+def tokens(s, B=2, T=None, seed=0):
+    """ids and next-token targets, (B, T) each."""
+    rows = torch.randint(
+        0, s.vocab_size, (B, (T or s.max_len) + 1), generator=torch.Generator().manual_seed(seed)
+    )
+    return rows[:, :-1], rows[:, 1:].contiguous()
+
+
+# --- the mathematics -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_loss_equal_the_numpy_model(name):
+    """1e-6 in float64: what is left is the fp32 of the RoPE tables and of 1 - lambda_0."""
+    nova, s = make(torch.float64, **VARIANTS[name])
+    ids, targets = tokens(s, T=24)
+    targets[0, 3:9] = -1
+    want = reference.logits(reference.to_numpy(nova.state_dict()), ids.numpy(), s)
+    got = nova(ids).detach()[..., : s.vocab_size].numpy()
+    assert np.abs(got - want).max() < 1e-6 * max(1, np.abs(want).max())
+    loss, token_loss = nova(ids, targets)
+    want_loss, want_tokens = reference.cross_entropy(want, targets.numpy(), s.z_loss)
+    assert abs(loss.item() - want_loss) < 1e-6 * want_loss
+    assert np.abs(token_loss.numpy() - want_tokens).max() < 1e-5
+
+
+def seed_layer(s, dtype=torch.float64):
+    torch.manual_seed(0)
+    oracle = reference.SeedAttention(s).to(dtype)
+    with torch.no_grad():
+        for p in oracle.parameters():
+            p += 0.2 * torch.randn_like(p)
+    return oracle
+
+
+def test_the_seeds_form_is_the_oracle_in_torch_and_in_numpy():
+    """Two transcriptions of the first script's attention agree, and differ from ours."""
+    s = tiny_settings(attention="diff", diff_lambda_init=0.8)
+    oracle = seed_layer(s)
+    x = torch.randn(1, 20, s.d_model, dtype=torch.float64)
+    got = oracle(x, None, None, 1 - 0.8)[0].detach().numpy()
+    weights = reference.to_numpy(oracle.state_dict())
+    want = reference.attention(weights, "", x[0].numpy(), s, 0, form="seed")
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()  # the script's RoPE angles are fp32
+    ours = reference.attention(weights, "", x[0].numpy(), s, 0)
+    assert np.abs(ours - want).max() > 0.1 * np.abs(want).max()
+
+
+def moved(attention, x, shift: int) -> float:
+    """Largest change of an attention layer's output when all positions move by `shift`, relative to its size."""
+    s = attention.settings
+    T = x.shape[1]
+    if isinstance(attention, reference.SeedAttention):
+        keep = 0.2
+        a, b = (attention(x, None, None, keep, first=first) for first in (0, shift))
+    else:
+        keep = torch.tensor(0.2)
+        cos, sin = model.rope_tables(s.head_dim // attention.streams, T + shift, s.rope_theta)
+        a, b = (attention(x, cos[f : f + T], sin[f : f + T], keep) for f in (0, shift))
+    return ((a - b).abs().max() / a.abs().max()).item()
+
+
+@pytest.mark.parametrize("shift", [1, 17, 1000])
+@pytest.mark.parametrize("form", [*FORMS, "seed"])
+def test_scores_depend_on_relative_positions_only(form, shift):
+    """And the test has teeth: the first script's attention fails it by a wide margin."""
+    s = tiny_settings(attention="diff" if form == "seed" else form)
+    layer = seed_layer(s) if form == "seed" else make(torch.float64, attention=form)[0].layers[0].attn
+    layer.settings = s
+    with torch.no_grad():
+        layer.qkv.weight *= 3  # sharp attention
+        change = moved(layer, torch.randn(2, 40, s.d_model, dtype=torch.float64), shift)
+    assert change > 0.05 if form == "seed" else change < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_position_sees_the_future_bit_for_bit(form, dtype):
+    nova, s = make(dtype, attention=form, attn_gate=True)
+    ids, _ = tokens(s)
+    with torch.no_grad():
+        before = nova(ids)
+        for t in (1, 31, 32, 63):
+            changed = ids.clone()
+            changed[:, t:] = (changed[:, t:] + 1) % s.vocab_size
+            after = nova(changed)
+            assert torch.equal(before[:, :t], after[:, :t])
+            assert not torch.equal(before[:, t], after[:, t])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_grouped_heads_equal_repeated_heads(form):
+    """2 kv heads for 4 query heads compute what 4 kv heads with repeated rows do."""
+    few, s = make(torch.float64, attention=form)
+    many, s_many = make(torch.float64, attention=form, n_kv_heads=4)
+    state = {n: t.clone() for n, t in few.state_dict().items()}
+    for name, rows in few.row_blocks().items():
+        q, k, v = state[name].split(rows)
+        k, v = (t.unflatten(0, (2, s.head_dim)).repeat_interleave(2, 0).flatten(0, 1) for t in (k, v))
+        state[name] = torch.cat([q, k, v])
+    many.load_state_dict(state)
+    ids, _ = tokens(s)
+    assert (few(ids) - many(ids)).nan_to_num().abs().max() < 1e-9
+
+
+def test_one_call_with_a_wide_value_equals_padded_keys():
+    """The two ways to run attention="diff" through SDPA, forward and backward."""
+    nova, s = make(torch.float64)
+    ids, targets = tokens(s)
+    results = []
+    for unequal in (False, True):
+        for block in nova.layers:
+            block.attn.unequal = unequal
+        nova.zero_grad()
+        loss, _ = nova(ids, targets)
+        loss.backward()
+        results.append([loss, *(p.grad for p in nova.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() <= 1e-9 * (1 + a.abs().max())
+
+
+def test_rope_tables_are_precise_at_position_32767():
+    """fp32 rounding of the exact value (6e-8); fp32 angles would err by 1e-3 there."""
+    cos, sin = model.rope_tables(128, 32768, 500_000.0)
+    angle = 32767 * np.longdouble(500_000.0) ** (-np.arange(0, 128, 2) / np.longdouble(128))
+    for table, exact in ((cos[-1, :64], np.cos(angle)), (sin[-1, 64:], np.sin(angle))):
+        assert np.abs(table.double().numpy() - exact.astype(np.float64)).max() < 1e-7
+    assert cos.dtype == sin.dtype == torch.float32
+
+
+def test_rotation_stays_fp32_in_a_bf16_model():
+    nova, s = make(torch.bfloat16)
+    nova(tokens(s)[0])
+    assert [t.dtype for t in nova.tables[:2]] == [torch.float32] * 2
+    q = nova.layers[0].attn.position(
+        torch.randn(1, 64, 64).bfloat16(), nova.layers[0].attn.q_norm.scale, *nova.tables[:2]
+    )
+    assert q.dtype == torch.float32
+
+
+# --- loss ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [7, 32, 1000])
+@pytest.mark.parametrize(("cap", "z_loss"), [(0.0, 0.0), (5.0, 0.0), (5.0, 1e-2)])
+def test_chunked_loss_equals_whole_loss(chunk, cap, z_loss):
+    """Value and gradients in fp32, with ignored targets, padded ids, a cap that bites and chunks that do not divide."""
+    torch.manual_seed(0)
+    N, d, vocab, padded = 50, 24, 100, 128
+    x = torch.randn(N, d, requires_grad=True)
+    weight = torch.randn(padded, d, requires_grad=True)
+    targets = torch.randint(0, vocab, (N,))
+    targets[::5] = -1
+    z = F.linear(x, weight[:vocab])
+    z = cap * torch.tanh(z / cap) if cap else z
+    whole = F.cross_entropy(z, targets, ignore_index=-1, reduction="none")
+    total = whole.sum() + z_loss * (z.logsumexp(1).square() * (targets >= 0)).sum()
+    want = torch.autograd.grad(total / 40, (x, weight))
+    loss, token_loss = model.SoftcapCrossEntropy.apply(x, weight, targets, vocab, cap, z_loss, chunk)
+    got = torch.autograd.grad(loss / 40, (x, weight))
+    assert torch.allclose(loss, total, rtol=1e-6)
+    assert torch.allclose(token_loss, whole, atol=1e-5) and not token_loss.requires_grad
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() < 1e-6 * b.norm()
+    assert got[1][vocab:].abs().max() == 0  # padded rows
+
+
+def test_ignored_targets_change_nothing():
+    nova, s = make()
+    ids, targets = tokens(s)
+    half = targets.clone()
+    half[1] = -1  # the second row contributes nothing
+    loss, token_loss = nova(ids, half)
+    loss.backward()
+    alone, _ = nova(ids[:1], targets[:1])
+    grads = torch.autograd.grad(alone, list(nova.parameters()))
+    assert torch.allclose(loss, alone, rtol=1e-6) and token_loss[1].abs().max() == 0
+    for p, g in zip(nova.parameters(), grads, strict=True):
+        assert (p.grad - g).norm() <= 1e-5 * g.norm()
+
+
+def test_a_batch_of_ignored_targets_gives_zero_loss_and_zero_gradients():
+    nova, s = make(z_loss=1e-3)
+    ids, targets = tokens(s)
+    loss, token_loss = nova(ids, torch.full_like(targets, -1))
+    loss.backward()
+    assert loss.item() == 0 and token_loss.abs().max() == 0
+    assert all(p.grad.abs().max() == 0 for p in nova.parameters())  # false for NaN too
+
+
+def test_padded_ids_get_no_probability():
+    nova, s = make()
+    ids, targets = tokens(s)
+    assert s.padded_vocab_size == 320
+    with torch.no_grad():
+        before = nova(ids, targets)[0]
+        assert nova(ids)[..., s.vocab_size :].softmax(-1).isnan().all()  # all -inf
+        assert torch.equal(nova(ids).softmax(-1)[..., s.vocab_size :], torch.zeros(2, 64, 63))
+        nova.embed.weight[s.vocab_size :] = 1e3
+        assert torch.equal(nova(ids, targets)[0], before)
+
+
+def test_the_soft_cap_is_fp32_in_a_bf16_model():
+    """bf16 knows 39 values between 40 and 50; the capped logits must be finer than that."""
+    nova, s = make(torch.bfloat16)
+    with torch.no_grad():
+        z = nova(tokens(s)[0] * 0)[..., : s.vocab_size]
+        assert z.dtype == torch.float32 and not torch.equal(z, z.bfloat16().float())
+        loss, token_loss = nova(*tokens(s))
+        assert loss.dtype == token_loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize(
+    ("d", "heads", "layers", "vocab"), [(64, 4, 4, 257), (512, 8, 4, 4096), (4096, 32, 2, 8192)]
+)
+def test_the_first_loss_is_ln_v(d, heads, layers, vocab, tie):
+    """Within 0.1 at every width. (A tied embedding of std 0.02 would start at 46 at d 4096.)"""
+    nova, s = make(
+        d_model=d, n_heads=heads, n_kv_heads=heads // 4, n_layers=layers, ffn_hidden=2 * d if d < 4096 else 1024,
+        vocab_size=vocab, tie_embeddings=tie, noise=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        loss = nova(*tokens(s))[1].mean().item()
+    assert abs(loss - math.log(vocab)) < 0.1
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the tensors made inside that are still alive: `now`, and the largest value of it at any operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given, made = (
+            {
+                t.untyped_storage()._cdata: t.untyped_storage()
+                for t in tree_leaves(x)
+                if isinstance(t, torch.Tensor)
+            }
+            for x in ((args, kwargs), out)
+        )
+        for key, storage in made.items():
+            if key not in given:  # not a view
+                self.storages[key] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        return out
+
+    @property
+    def now(self) -> int:
+        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+
+@pytest.mark.parametrize(
+    ("N", "d", "vocab"), [(2048, 64, 4096), pytest.param(2048, 256, 65536, marks=pytest.mark.slow)]
+)
+def test_the_loss_needs_a_quarter_of_the_whole_losss_memory(N, d, vocab):
+    """Forward and backward in bf16, chunks of 256."""
+    torch.manual_seed(0)
+    x = torch.randn(N, d, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, d, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, vocab, (N,))
+
+    def whole():
+        z = F.linear(x, weight).float()
+        F.cross_entropy(50 * torch.tanh(z / 50), targets, reduction="sum").backward()
+
+    def chunked():
+        model.SoftcapCrossEntropy.apply(x, weight, targets, vocab, 50.0, 0.0, 256)[0].backward()
+
+    peaks = []
+    for function in (whole, chunked):
+        x.grad = weight.grad = None
+        with Held() as held:
+            function()
+        peaks.append(held.peak)
+    assert peaks[1] <= peaks[0] / 4, [p / 2**20 for p in peaks]
+
+
+# --- parameters, counts --------------------------------------------------------------------------------------
+
+NAMES = {  # frozen: checkpoints and exports are read by these names
+    "embed.weight": (320, 64), "layers.0.attn_norm.scale": (64,), "layers.0.ffn_norm.scale": (64,),
+    "layers.0.attn.qkv.weight": (128, 64), "layers.0.attn.o_proj.weight": (64, 64), "layers.0.attn.q_norm.scale": (16,),
+    "layers.0.attn.k_norm.scale": (16,), "layers.0.attn.h_norm.scale": (16,), "layers.0.attn.diff_lambda": (4,),
+    "layers.0.attn.head_gate": (4,), "layers.0.ffn.gate.weight": (128, 64), "layers.0.ffn.up.weight": (128, 64),
+    "layers.0.ffn.down.weight": (64, 128), "layers.0.ls_a": (64,), "layers.0.ls_f": (64,), "norm.scale": (64,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [
+    dict(), dict(tie_embeddings=False), dict(attention="diff_v2", attn_gate=True),
+    dict(attention="standard", layer_scale=0.0, head_gate=False),
+], ids=str)  # fmt: skip
+def test_state_dict_names_and_shapes_are_frozen(changes):
+    want = dict(NAMES)
+    if changes.get("attention"):
+        del want["layers.0.attn.h_norm.scale"], want["layers.0.attn.diff_lambda"]
+    if changes.get("attention") == "diff_v2":
+        want["layers.0.attn.qkv.weight"] = (192, 64)
+        want["layers.0.attn.lambda_proj.weight"] = want["layers.0.attn.gate_proj.weight"] = (4, 64)
+    if changes.get("attention") == "standard":
+        del want["layers.0.attn.head_gate"], want["layers.0.ls_a"], want["layers.0.ls_f"]
+    if not changes.get("tie_embeddings", True):
+        want["lm_head.weight"] = (320, 64)
+    with torch.device("meta"):
+        nova = model.Nova(tiny_settings(n_layers=1, **changes))
+    assert {n: tuple(t.shape) for n, t in nova.state_dict().items()} == want
+
+
+def test_a_tied_model_has_one_matrix():
+    nova, s = make()
+    ids, targets = tokens(s)
+    nova(ids, targets)[0].backward()
+    assert nova.lm_head is None and nova.embed.weight.grad[: s.vocab_size].abs().min(1).values.max() > 0
+
+
+@pytest.mark.parametrize("changes", [
+    *VARIANTS.values(), dict(attention="diff", head_gate=False), dict(attention="diff_v2", tie_embeddings=False),
+], ids=str)  # fmt: skip
+def test_counts_equal_the_real_model(changes):
+    s = tiny_settings(n_layers=3, **changes)
+    with torch.device("meta"):
+        nova = model.Nova(s)
+    real = dict.fromkeys(("embedding", "head", "attention", "ffn", "norms", "other"), 0)
+    for name, p in nova.named_parameters():
+        kind = (
+            "embedding" if name.startswith("embed") else "head" if name.startswith("lm_head")
+            else "ffn" if ".ffn." in name else "attention" if p.ndim == 2
+            else "norms" if name.endswith("scale") else "other"
+        )  # fmt: skip
+        real[kind] += p.numel()
+    assert model.count_params(s) == real | {"total": sum(real.values())}
+
+
+def test_the_seeds_dimensions():
+    """The first script called 7.9 B parameters (8.2 B stored) a 10B model. Our diff form has its parameters exactly."""
+    import settings
+
+    seed = settings.Settings(vocab_size=65536)
+    assert model.count_params(seed)["total"] == 7_902_661_952
+    seed.tie_embeddings = False
+    assert model.count_params(seed)["total"] == 8_171_097_408
+    for form, total in (("diff_v2", 8_762_881_888), ("standard", 8_171_091_808)):
+        seed.attention = form
+        assert model.count_params(seed)["total"] == total
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=str)
+def test_flops_equal_torchs_counter(changes):
+    """Forward and backward; SDPA as its two (backward: four) matrix products, v of D beside q, k of D/2."""
+    nova, s = make(**changes)
+    for block in nova.layers:
+        block.attn.unequal = True
+    ids, targets = tokens(s)
+    with sdpa_kernel([SDPBackend.MATH]), FlopCounterMode(display=False) as counter:
+        nova(ids, targets)[0].backward()
+    assert counter.get_total_flops() == model.flops_per_token(s, s.max_len) * ids.numel()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row_blocks_cover_the_fused_matrix(form):
+    nova, s = make(attention=form)
+    (q, k, v), weight = nova.row_blocks()["layers.0.attn.qkv.weight"], nova.layers[0].attn.qkv.weight
+    assert q + k + v == weight.shape[0] and k == v == 32 and q == (128 if form == "diff_v2" else 64)
+    nova, s = make(attention=form, muon_split_heads=True)
+    heads = nova.row_blocks()["layers.0.attn.qkv.weight"]
+    assert sum(heads) == weight.shape[0] and set(heads) == ({8, 16} if form == "diff" else {16})
+
+
+def test_fingerprints_see_one_bit_and_an_exchange():
+    nova, s = make()
+    first = model.fingerprint(nova)
+    assert (
+        set(first) == {n for n, _ in nova.named_parameters()} and len(set(first.values())) > len(first) // 2
+    )
+    weight = nova.layers[1].ffn.up.weight
+    with torch.no_grad():
+        weight[3, 5], weight[3, 6] = weight[3, 6].clone(), weight[3, 5].clone()
+        second = model.fingerprint(nova)
+        weight[3, 5], weight[3, 6] = weight[3, 6].clone(), weight[3, 5].clone()
+        assert model.fingerprint(nova) == first
+        nova.norm.scale.view(torch.int32)[0] ^= 1
+        third = model.fingerprint(nova)
+    assert [n for n in first if first[n] != second[n]] == ["layers.1.ffn.up.weight"]
+    assert [n for n in first if first[n] != third[n]] == ["norm.scale"]
+
+
+# --- sharded, compiled, recomputed ---------------------------------------------------------------------------
+
+
+def build(world, changes, log=None, replicate=1):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    s = tiny_settings(**changes)
+    if replicate > 1:
+        mesh = init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    return model.build_model(s, mesh, "cpu", log=log or (lambda text: None)), s
+
+
+def whole(t):
+    from torch.distributed.tensor import DTensor
+
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+
+
+def digest(t) -> str:
+    return hashlib.sha256(whole(t).contiguous().numpy().tobytes()).hexdigest()
+
+
+def initial_weights(rank, world, changes, replicate=1):
+    nova, s = build(world, changes, replicate=replicate)
+    assert all(p.dtype == torch.float32 for p in nova.parameters())
+    return {n: digest(p) for n, p in nova.named_parameters()}
+
+
+def test_initial_weights_are_equal_at_every_world_size():
+    """Bit for bit at 1, 2, 4 ranks and HSDP 2x2, and of a model that was never sharded. 129 rows cross a seed's block,
+    and 4 lambdas on 4 ranks leave one row each."""
+    changes = dict(ffn_hidden=129 + 63, attention="diff", tie_embeddings=False, max_len=32)
+    nova, _ = make(noise=False, **changes)
+    want = {n: digest(p) for n, p in nova.named_parameters()}
+    assert len(set(want.values())) >= 12
+    for world, replicate in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        for got in run(initial_weights, world, changes=changes, replicate=replicate, deadline=120):
+            assert got == want, (world, replicate)
+    other, _ = make(noise=False, seed=43, **changes)
+    assert all(
+        not torch.equal(a, b)
+        for a, b in zip(nova.parameters(), other.parameters(), strict=True)
+        if a.ndim == 2
+    )
+
+
+def gradients(rank, world, changes, replicate=1, see=False):
+    """Loss and whole gradients of one step on this rank's share of 4 rows; the mean over ranks is scaled to the sum."""
+    nova, s = build(world, changes, replicate=replicate)
+    seen = []
+    if see:
+        nova.layers[1].attn.register_forward_pre_hook(
+            lambda module, inputs: (
+                seen.extend(str(t.dtype) for t in inputs) or seen.append(str(module.qkv.weight.dtype))
+            )
+        )
+    ids, targets = (t.chunk(world)[rank] for t in tokens(s, B=4))
+    loss, _ = nova(ids, targets)
+    (loss / targets.numel()).backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    for p in nova.parameters():
+        assert p.grad.dtype == torch.float32 and p.grad.placements == p.placements
+    return total.item(), {n: whole(p.grad).numpy() for n, p in nova.named_parameters()}, seen
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_sharding_changes_nothing_but_rounding(tie):
+    """1, 2, 4 ranks and 2x2 against the unsharded fp32 model: bf16 rounding and the order of sums, nothing else."""
+    changes = dict(tie_embeddings=tie)
+    nova, s = make(noise=False, **changes)
+    ids, targets = tokens(s, B=4)
+    loss, _ = nova(ids, targets)
+    (loss / targets.numel()).backward()
+    for world, replicate in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        total, grads, _ = run(gradients, world, changes=changes, replicate=replicate, deadline=120)[0]
+        assert abs(total - loss.item()) < 1e-3 * loss.item()
+        for n, p in nova.named_parameters():
+            error = np.linalg.norm(grads[n] - p.grad.numpy()) / p.grad.norm().item()
+            assert error < 0.03, (world, n, error)
+
+
+def test_dtypes_inside_an_fsdp_block():
+    """The policy hands bf16 weights and a bf16 stream to a block, and leaves the RoPE tables and 1 - lambda_0 fp32."""
+    for world in (1, 2):
+        seen = run(gradients, world, changes={}, see=True)[0][2]
+        assert seen == ["torch.bfloat16"] + ["torch.float32"] * 3 + ["torch.bfloat16"]
+
+
+@pytest.mark.parametrize("changes", [
+    dict(cpu_offload=True), dict(reshard_after_forward=False), dict(activation_checkpointing="selective"),
+    dict(activation_checkpointing="full"),
+], ids=str)  # fmt: skip
+def test_memory_settings_change_no_bit_of_a_sharded_step(changes):
+    plain = run(gradients, 2, changes={})[0]
+    other = run(gradients, 2, changes=changes)[0]
+    assert other[0] == plain[0]
+    for n in plain[1]:
+        assert np.array_equal(plain[1][n], other[1][n]), n
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_parameter_gets_a_gradient_and_moves(form):
+    """By the run's own optimizers, at the first step: none is dead, none is forgotten, no update is lost to rounding."""
+    muon = pytest.importorskip("muon")
+    nova, s = make(attention=form, attn_gate=True, tie_embeddings=False, noise=False)
+    optimizers = muon.build_optimizers(nova, s, nova.row_blocks(), log=lambda text: None)
+    before = {n: p.detach().clone() for n, p in nova.named_parameters()}
+    ids, targets = tokens(s, B=8)
+    nova(ids, targets)[0].backward()
+    for n, p in nova.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, n
+    for optimizer in optimizers:
+        optimizer.step()
+    for n, p in nova.named_parameters():
+        rows = slice(0, s.vocab_size if n in ("embed.weight", "lm_head.weight") else None)
+        used = p.grad[rows] != 0
+        share = (p != before[n])[rows][used].float().mean()
+        assert used.float().mean() > 0.5 and share > 0.99, (n, share)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_gives_identical_gradients_and_the_same_names(form, mode):
+    results = []
+    for checkpointing in ("none", mode):
+        nova, s = make(attention=form, activation_checkpointing=checkpointing)
+        ids, targets = tokens(s)
+        loss, _ = nova(ids, targets)
+        loss.backward()
+        results.append({"loss": loss, **{n: p.grad for n, p in nova.named_parameters()}})
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+
+
+def test_recomputation_keeps_what_it_says():
+    """Bytes that the blocks hold after forward, in d_model values a token and layer: nothing kept but the block's input
+    under "full"; attention and the narrow matmuls besides under "selective"."""
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        per_layers = []
+        for layers in (2, 6):
+            nova, s = make(
+                torch.bfloat16,
+                activation_checkpointing=mode,
+                n_layers=layers,
+                d_model=128,
+                ffn_hidden=448,
+                max_len=128,
+            )
+            ids, _ = tokens(s)
+            x = nova.embed(ids)
+            cos, sin, keep = nova.constants(ids.device)
+
+            with Held() as held:
+                for block, k in zip(nova.layers, keep, strict=True):
+                    x = block(x, cos, sin, k)
+            per_layers.append(held.now)
+        kept[mode] = (per_layers[1] - per_layers[0]) / 4 / (ids.numel() * 2 * 128)
+    assert 0.9 < kept["full"] < 1.3, kept
+    assert 4 < kept["selective"] < 11, kept  # on a CPU q, k, v of attention are fp32
+    assert kept["none"] > 2.5 * kept["selective"], kept
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("form", FORMS)
+def test_all_layers_share_one_graph_that_equals_eager(form, mode):
+    """Captured whole (no graph break), without the code generator; layers differ in lambda_0 and yet share the graph."""
+    results = []
+    for compiled in (False, True):
+        nova, s = make(attention=form, activation_checkpointing=mode, n_layers=4)
+        graphs = CompileCounterWithBackend("aot_eager")
+        if compiled:
+            torch._dynamo.reset()
+            for block in nova.layers:
+                block.run = torch.compile(block.body, backend=graphs, fullgraph=True, dynamic=False)
+        ids, targets = tokens(s)
+        loss, _ = nova(ids, targets)
+        loss.backward()
+        results.append([loss, *(p.grad for p in nova.parameters())])
+    assert graphs.frame_count == 1
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_compiled_blocks_equal_eager_blocks_under_fsdp(mode):
+    """The real compiler, two ranks: fused kernels round less often, so within bf16's noise."""
+    eager = run(gradients, 2, changes=dict(activation_checkpointing=mode))[0]
+    compiled = run(gradients, 2, changes=dict(activation_checkpointing=mode, use_compile=True), deadline=300)[
+        0
+    ]
+    assert abs(eager[0] - compiled[0]) < 1e-3 * eager[0]
+    for n in eager[1]:
+        assert np.linalg.norm(eager[1][n] - compiled[1][n]) < 0.03 * np.linalg.norm(eager[1][n]), n
+
+
+# --- what a machine can, and what does not fit ---------------------------------------------------------------
+
+
+class NoCompiler:
+    """Stands in for inductor with a compiler that fails."""
+
+    def __call__(self, graph, inputs):
+        raise RuntimeError("the compiler says no")
+
+
+@pytest.mark.parametrize("wish", [True, "auto"])
+def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
+    nova, s = make(use_compile=wish)
+    ids, targets = tokens(s)
+    want = nova(ids, targets)[0]
+    lines, real = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend=NoCompiler(), **kw))
+    kernels.compile_blocks(nova, s, lines.append)
+    if wish is True:
+        with pytest.raises(model.ModelError, match="use_compile=True.*the compiler says no"):
+            nova(ids, targets)
+    else:
+        assert torch.equal(nova(ids, targets)[0], want)
+        assert len(lines) == 1 and "FAILED" in lines[0] and "use_compile" in lines[0]
+
+
+def test_choose_says_what_auto_means(monkeypatch):
+    s = tiny_settings(use_fp8="auto", use_compile="auto")
+    capability = {"now": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability["now"])
+    assert model.choose(s, "cuda")["fp8"] is True
+    capability["now"] = (8, 0)
+    assert model.choose(s, "cuda")["fp8"] is False and model.choose(s, "cpu")["fp8"] is False
+    with pytest.raises(model.ModelError, match="use_fp8='on'.*sm_80"):
+        model.choose(tiny_settings(use_fp8="on"), "cuda")
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    chosen = model.choose(s, "cpu")
+    assert chosen["compile"] is False and any("no C++ compiler" in r for r in chosen["reasons"])
+    with pytest.raises(model.ModelError, match="use_compile=True.*no C"):
+        model.choose(tiny_settings(use_compile=True), "cpu")
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/" + name)
+    assert model.choose(s, "cpu")["compile"] is True
+
+
+def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
+    """The first that works, in a fixed order, everything else switched off; math only where it is allowed."""
+    works, switched, lines = set(), {}, []
+    monkeypatch.setattr(
+        kernels, "attention_problem",
+        lambda s, device, kernel, unequal: None if (kernel, unequal) in works else "no",
+    )  # fmt: skip
+    monkeypatch.setattr(
+        kernels, "SDPA_SWITCHES",
+        {k: lambda on, k=k: switched.update({k: on}) for k in ("flash", "cudnn", "efficient", "math")},
+    )  # fmt: skip
+    cuda = torch.device("cuda")
+    with pytest.raises(model.ModelError, match="attention='diff'.*head_dim=16.*allow_math_attention"):
+        kernels.choose_attention(tiny_settings(), cuda, lines.append)
+    assert not switched
+    works.add(("flash", False))
+    assert kernels.choose_attention(tiny_settings(), cuda, lines.append) is False
+    assert switched == {"flash": True, "cudnn": False, "efficient": False, "math": False}
+    assert "flash" in lines[-1] and "keys padded" in lines[-1] and "cudnn" in lines[-1]
+    works.add(("cudnn", True))
+    assert kernels.choose_attention(tiny_settings(), cuda, lines.append) is True and switched["cudnn"]
+    assert kernels.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) is False
+    works.clear()
+    works.add(("math", False))
+    kernels.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
+    assert switched["math"] and not switched["flash"]
+
+
+def test_errors_name_the_setting():
+    nova, s = make()
+    ids, targets = tokens(s)
+    with pytest.raises(model.ModelError, match="vocab_size=257.*outside 0..256"):
+        nova(ids.clone().fill_(257))
+    with pytest.raises(model.ModelError, match="vocab_size=257.*targets hold"):
+        nova(ids, targets.clone().fill_(-2))
+    with pytest.raises(model.ModelError, match="max_len=64.*128 tokens"):
+        nova(torch.cat([ids, ids], 1))
+    with pytest.raises(model.ModelError, match=r"targets \(2, 63\)"):
+        nova(ids, targets[:, 1:])
+    with pytest.raises(model.ModelError, match="int64"):
+        nova(ids.int())
+    with pytest.raises(model.ModelError, match="vocab_size=None"):
+        s.vocab_size = None
+        model.Nova(s)
+    assert model.ModelError.exit_code == 64
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_attention_runs_without_the_math_kernel(form):
+    """The seed's heads (128 channels, 4 query heads a group), bf16 forward and backward within 2e-2 of fp32 math."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: flash, cuDNN and efficient attention were not tested")
+    changes = dict(attention=form, d_model=1024, n_heads=8, n_kv_heads=2, ffn_hidden=1024, max_len=512)
+    lines, results = [], []
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            nova, s = make(dtype, **changes)
+            nova = nova.cuda()
+            if dtype == torch.bfloat16:
+                unequal = kernels.choose_attention(s, torch.device("cuda"), lines.append)
+                for block in nova.layers:
+                    block.attn.unequal = unequal
+                assert not torch.backends.cuda.math_sdp_enabled()
+            ids, targets = (t.cuda() for t in tokens(s))
+            loss, _ = nova(ids, targets)
+            loss.backward()
+            results.append([loss, *(p.grad.float() for p in nova.parameters())])
+    finally:
+        for switch in kernels.SDPA_SWITCHES.values():
+            switch(True)
+    print(lines)
+    assert abs(results[0][0] - results[1][0]) < 2e-2 * results[0][0]
+    errors = [((a - b).norm() / a.norm()).item() for a, b in zip(*results, strict=True)]
+    assert max(errors) < 5e-2 and sum(errors) / len(errors) < 2e-2, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_gpu_kernels_agree_with_math(form, kernel):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: flash and cuDNN attention were not tested")
+    s = tiny_settings(attention=form, d_model=1024, n_heads=8, n_kv_heads=2)
+    assert kernels.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None
