@@ -45,8 +45,13 @@ COEFFS = {"polar_express": POLAR_EXPRESS, "keller_jordan": KELLER_JORDAN}
 BUCKET = (
     1 << 26
 )  # elements per owner and bucket: 134 MB of bf16, enough for full link speed; about four are alive
-LOCAL_BUCKET = 1 << 20  # where nothing is exchanged, smaller is better: the bucket stays in cache
-BATCHED = 1 << 17  # elements: smaller matrices share a batch, a larger one fills the device by itself
+LOCAL_BUCKET = (
+    1 << 20
+)  # where nothing is exchanged: smaller, so that momentum, update and weights stay in cache
+# Matrices of this many elements fill the device one by one; smaller ones of a shape share batches of up to four times that,
+# as much as a CPU's cache holds (192 of 32x128: a seventh of the time of one by one).
+LARGE = {"cpu": 1 << 18, "cuda": 1 << 23}
+HALVES = 1 << 26  # FLOPs from which half a symmetric product pays for two calls and a copy
 QUANT_BLOCK = 256  # entries that share one scale in bitsandbytes' 8-bit optimizers
 
 
@@ -61,17 +66,41 @@ def orthogonalize(G: Tensor, coeffs=POLAR_EXPRESS, dtype=torch.bfloat16, scale: 
 
     Singular values end in [0.86, 1.14] where they started above 1/1000 of the norm; 0 stays 0.
     """
-    mm = torch.addmm if G.ndim == 2 else torch.baddbmm
     norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    X = (G / (1.02 * norm).clamp_min(1e-20)).to(dtype)  # spectral norm <= 1
+    X = G.to(dtype) / (1.02 * norm).clamp_min(1e-20).to(dtype)  # spectral norm <= 1
     tall = G.size(-2) > G.size(-1)
-    X = X.mT if tall else X
+    X = X.mT.contiguous() if tall else X
+    Y, A = (
+        torch.empty_like(X),
+        X.new_empty(*X.shape[:-1], X.size(-2)),
+    )  # fresh memory costs a CPU more than the copies
+    B = torch.empty_like(A)
+    mm = torch.addmm if G.ndim == 2 else torch.baddbmm
     for i, (a, b, c) in enumerate(coeffs):
         s = scale if i == len(coeffs) - 1 else 1.0
-        A = X @ X.mT
-        B = mm(A, A, A, beta=s * b, alpha=s * c)  # b A + c A^2, in the matmul's epilogue
-        X = mm(X, B, X, beta=s * a)  # a X + (b A + c A^2) X
+        symmetric_product(X, X.mT, A)
+        symmetric_product(A, A, B, A, s * b, s * c)  # b A + c A^2
+        mm(X, B, X, beta=s * a, out=Y)  # a X + (b A + c A^2) X
+        X, Y = Y, X
     return X.mT if tall else X
+
+
+def symmetric_product(P: Tensor, Q: Tensor, out: Tensor, add: Tensor | None = None, beta=0.0, alpha=1.0):
+    """out = alpha P Q + beta add, for results known to be symmetric: a large one has its upper right quarter copied."""
+    if P.ndim == 2 and 2 * P.numel() * P.size(0) >= HALVES:
+        half = P.size(0) // 2
+        left, corner = out[:, :half], out[half:, half:]
+        if add is None:
+            torch.mm(P, Q[:, :half], out=left)
+            torch.mm(P[half:], Q[:, half:], out=corner)
+        else:
+            torch.addmm(add[:, :half], P, Q[:, :half], beta=beta, alpha=alpha, out=left)
+            torch.addmm(add[half:, half:], P[half:], Q[:, half:], beta=beta, alpha=alpha, out=corner)
+        out[:half, half:] = left[half:].mT
+    elif add is None:
+        torch.matmul(P, Q, out=out)
+    else:
+        (torch.addmm if P.ndim == 2 else torch.baddbmm)(add, P, Q, beta=beta, alpha=alpha, out=out)
 
 
 def update_scale(shape) -> float:
@@ -243,7 +272,10 @@ class Muon(torch.optim.Optimizer):
         rows = [local(p) for p in params]
         grads, momenta = [local(p.grad) for p in params], [local(self.state[p]["momentum"]) for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov
+        torch._foreach_lerp_(
+            grads, momenta, group["momentum"]
+        )  # Nesterov, in place: a copy would cost more than it
+        ahead = grads
         if layout.alone:
             updates = self._orthogonalized(params, ahead)
         else:
@@ -302,12 +334,15 @@ class Muon(torch.optim.Optimizer):
         done = [None] * len(blocks)
         for shape, ids in same.items():
             scale = update_scale(shape)
-            if shape.numel() >= BATCHED or len(ids) == 1:
-                for i in ids:
-                    done[i] = orthogonalize(blocks[i], self.coeffs, self.dtype, scale)
-            else:
-                batch = orthogonalize(torch.stack([blocks[i] for i in ids]), self.coeffs, self.dtype, scale)
-                for i, update in zip(ids, batch, strict=True):
+            large = LARGE.get(matrices[0].device.type, LARGE["cuda"])
+            many = 1 if shape.numel() >= large else 4 * large // shape.numel()
+            for chunk in (ids[i : i + many] for i in range(0, len(ids), many)):
+                if many == 1:
+                    batch = [orthogonalize(blocks[chunk[0]], self.coeffs, self.dtype, scale)]
+                else:
+                    G = pack([blocks[i] for i in chunk], self.dtype, matrices[0].device).view(-1, *shape)
+                    batch = orthogonalize(G, self.coeffs, self.dtype, scale)
+                for i, update in zip(chunk, batch, strict=True):
                     done[i] = update
             if self.watch:
                 for i in ids:
