@@ -49,7 +49,6 @@ PEAKS = {
     "B200": 2250e12, "GB200": 2500e12, "B300": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12,
     "RTX PRO 6000 Blackwell": 503e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
 }  # fmt: skip
-LAG = 1.15  # a rank this much slower than the median is named
 JOURNAL_SECONDS = 5.0  # how much time a kill may forget
 
 
@@ -196,30 +195,6 @@ def memory(device) -> dict[str, float]:
         return {"now": peak, "peak": peak, "total": None}
 
 
-def straggler(ranks: list[dict]) -> str | None:
-    """One line that names the slowest rank, or None. Each rank hands in {"seconds": …, "host": …, "clock_mhz": …}.
-
-    `seconds` must be time that the rank itself was busy: collectives make all ranks take equally long in the end, so
-    hand in step seconds minus the seconds spent waiting in the step's control word.
-    """
-    if len(ranks) < 2:
-        return None
-    seconds = [r["seconds"] for r in ranks]
-    middle, worst = statistics.median(seconds), max(range(len(ranks)), key=seconds.__getitem__)
-    clocks = [r.get("clock_mhz") for r in ranks]
-    clock = f", {clocks[worst]} MHz" if clocks[worst] else ""
-    if seconds[worst] > LAG * middle:
-        return (
-            f"slowest: rank {worst} on {ranks[worst].get('host', '?')}{clock}, "
-            f"{seconds[worst]:.2f} s a step, {seconds[worst] / middle:.2f} x the median"
-        )
-    if all(clocks):
-        middle, worst = statistics.median(clocks), min(range(len(ranks)), key=clocks.__getitem__)
-        if clocks[worst] * LAG < middle:
-            return f"rank {worst} on {ranks[worst].get('host', '?')} runs at {clocks[worst]} MHz, the median is {middle:.0f}"
-    return None
-
-
 def time_used(out_dir: str) -> tuple[float, int]:
     """(seconds, launches) that earlier launches of this run journalled, kills included."""
     try:
@@ -254,6 +229,9 @@ class Metrics:
         self.best: dict | None = None
         self.last_evaluation: dict | None = None
         self.window: dict[str, float] = {}  # since the last console lines: seconds by part, "total", "tokens"
+        self.baseline = memory(device)[
+            "now"
+        ]  # GB before the model: a CPU's resident memory holds Python and torch, too
         self.trained = dict.fromkeys(("seconds", "tokens", "flops"), 0.0)  # of this launch
         self.peak, self.peak_source = device_peak(device) if main else (None, "")
         self.end_step = settings.steps
@@ -316,10 +294,10 @@ class Metrics:
     # --- during the run -------------------------------------------------------------------------------------
     def step(
         self, step, loss, loss_by_domain, grad_norm, rates, ctx, tokens, timers, epochs=None, hours_left=None,
-        bad=False, end_step=None, ranks=None,
+        bad=False, end_step=None, slowest=None,
     ):  # fmt: skip
         """One optimizer step is done. rates = schedule.rates(…); tokens of this step, all ranks; timers from
-        StepTimer.read(); `bad`: its update was skipped; ranks: see straggler(), gathered on logged steps only."""
+        StepTimer.read(); `bad`: its update was skipped; slowest: watch.straggler's line, on logged steps."""
         timers = {"total": sum(timers.values()), **timers}
         seconds, flops = timers["total"], self.flops_per_token(ctx)
         for part in PARTS:
@@ -351,9 +329,8 @@ class Metrics:
         if step % self.settings.log_every == 0 or step == self.first_step + 1 or step == self.end_step:
             window = self.speed(self.window["tokens"], self.window["total"], flops)
             self.lines(step, row, window, used["total"], hours_left)
-            line = straggler(ranks or [])
-            if line:
-                self.log(line)
+            if slowest:
+                self.log(slowest)
             self.window = {}
 
     def speed(self, tokens: float, seconds: float, flops: float | None) -> dict:
@@ -471,6 +448,7 @@ class Metrics:
             **speed,
             "seconds_by_part": parts,
             "memory_peak_gb": used["peak"],
+            "memory_before_model_gb": self.baseline,
             "restarts": self.restarts,
             "bad_steps": self.bad_steps,
         }  # fmt: skip

@@ -14,7 +14,7 @@ exact, and a run with `max_hours` always finishes its decay, final evaluation, s
         muon_lr, lr, momentum = rates(step, settings, horizon)
         ...                                                 # one optimizer step
         budget.stepped(seconds)                             # without evaluations and saves
-        budget.paused("evaluation" | "save", seconds)       # what they cost; "upload" and "final" likewise
+        budget.paused("evaluation", seconds)                # what it cost; budget.saved(receipt) when a save is done
     Steps count from 0; the run does steps 0 … end_step-1, and step end_step-1 has exactly the floor rate.
 
 `schedule="wsd"` (warm-up, stable, decay; MiniCPM 2404.06395) stays at the peak until the budget's or the schedule's
@@ -153,7 +153,7 @@ class Budget:
     """Decides when a horizon must move so that everything ends inside `max_hours`, or a launch inside `job_hours`.
 
     It lives on rank 0 and reads no clock: all times are handed in, in seconds of one monotonic clock.
-    `assumed` holds seconds expected before anything was measured: {"evaluation": …, "save": …, "upload": …}.
+    `assumed` holds seconds expected before anything was measured: {"evaluation": …, "whole save": …, "upload": …}.
     """
 
     def __init__(
@@ -161,6 +161,7 @@ class Budget:
     ):
         self.settings, self.launched, self.used_before, self.world = settings, launched, used, world
         self.window = deque(maxlen=50)  # seconds of recent steps
+        self.mean = 0.0  # of them
         self.steps_seen = 0
         self.assumed = dict(assumed or {})
         self.measured: dict[str, list[float]] = {}  # kind -> seconds of the last two
@@ -171,10 +172,18 @@ class Budget:
         self.steps_seen += 1
         if self.steps_seen > SKIPPED_STEPS:
             self.window.append(seconds)
+            self.mean = sum(self.window) / len(self.window)
 
     def paused(self, kind: str, seconds: float):
-        """An "evaluation" or "save" held training up for `seconds`; an "upload" ran behind it; "final": a final save."""
+        """An "evaluation", or another kind of `cost`, took this long."""
         self.measured[kind] = [*self.measured.get(kind, []), seconds][-2:]
+
+    def saved(self, receipt: dict):
+        """A save is done: training waited `pause`; the last save of a run is waited for, so there all of it counts."""
+        self.paused("save", receipt["pause"])
+        self.paused("whole save", receipt["pause"] + receipt["seconds"])
+        if receipt.get("upload_seconds"):
+            self.paused("upload", receipt["upload_seconds"])
 
     def state(self) -> dict:
         """JSON for the checkpoint: what a resume should know before it has measured anything itself."""
@@ -202,11 +211,11 @@ class Budget:
     def pace(self) -> float | None:
         """Seconds per step: the mean of the last 50, since a median would hide what slow steps cost."""
         if len(self.window) >= MIN_MEASURED:
-            return sum(self.window) / len(self.window)
+            return self.mean
         return self.assumed.get("pace")
 
     def cost(self, kind: str) -> float:
-        """Seconds of one "evaluation", "save" or "upload": measured, else assumed, else a cautious guess."""
+        """Seconds of an "evaluation", "save" (pause), "whole save" or "upload": measured, else assumed, else guessed."""
         if kind in self.measured:
             return max(self.measured[kind])  # the slower of two: one may have compiled, or met a busy disk
         if kind in self.assumed:
@@ -215,25 +224,31 @@ class Budget:
         if kind == "evaluation":  # forward only: about 0.4 of a training step's time per sequence
             return 0.4 * (self.pace() or 0.0) * s.eval_rows * len(s.domains) / s.sequences_per_step
         hours = s.max_hours or s.job_hours or 0.0
-        return min(600.0, 0.05 * hours * 3600) if kind == "save" else 0.0
+        return min(600.0, 0.05 * hours * 3600) if kind == "whole save" else 0.0
+
+    def ending(self) -> float:
+        """Seconds to save and upload at the end of a launch, the export of the weights included."""
+        return 1.5 * self.cost("whole save") + self.cost("upload")
 
     def reserve(self) -> float:
         """Seconds kept for what follows the last step: final evaluation, save, upload, and one slow step."""
         s = self.settings
         final_evaluation = self.cost("evaluation") * max(1.0, s.final_eval_rows / s.eval_rows)
-        slow_step = max(self.window, default=self.pace() or 0.0)
-        save = max(self.cost("save"), *self.measured.get("final", [0.0]))
-        return 1.1 * (final_evaluation + save + self.cost("upload")) + slow_step
+        return 1.1 * (final_evaluation + self.ending()) + self.slow_step()
+
+    def slow_step(self) -> float:
+        """Seconds of the slowest of the recent steps."""
+        return max(self.window, default=self.pace() or 0.0)
 
     def seconds(self, step: int, end: int) -> float:
         """Seconds that steps step … end-1 take, with the evaluations and saves that fall between them."""
         s = self.settings
         evaluations = (end - 1) // s.eval_every - step // s.eval_every
-        milestones = (end - 1) // s.ckpt_every - step // s.ckpt_every
+        milestones = end // s.ckpt_every - step // s.ckpt_every
         training = (end - step) * self.pace() + evaluations * self.cost("evaluation")
         saves = milestones + evaluations * 0.5  # some evaluations are the best so far, which saves as well
         saves += training / (60 * s.save_minutes) if s.save_minutes else 0
-        return training + (saves * self.cost("save") if "save" in self.measured else 0.0)
+        return training + saves * self.cost("save")
 
     def affordable(self, step: int, seconds: float, limit: int) -> int:
         """The largest end_step in (step, limit] whose steps fit into `seconds`; step + 1 when none does."""
@@ -253,9 +268,7 @@ class Budget:
                 return event
         if s.job_hours:
             left = s.job_hours * 3600 - (clock - self.launched)
-            need = 1.1 * (self.cost("save") + self.cost("upload")) + max(
-                self.window, default=self.pace() or 0.0
-            )
+            need = 1.1 * self.ending() + self.slow_step()
             if left <= need and step < horizon.end_step - 1:
                 reason = f"job_hours={s.job_hours:g} end in {left / 60:.1f} min: save and stop, resumable"
                 return Event("stop", step, reason)
@@ -268,9 +281,11 @@ class Budget:
         if self.pace() is None:
             return self.end_now(step) if seconds <= 0 else None
         limit = first_horizon(self.settings).end_step
-        buys, now = self.affordable(step, seconds, limit), horizon.end_step
+        now, enough = horizon.end_step, self.seconds(step, horizon.end_step) <= seconds
+        if enough and now == limit:
+            return None
         new_end = self.affordable(step, seconds * (1 - MARGIN), limit)
-        if buys < now:
+        if not enough:
             why = "end before"
         elif new_end - step > (1 + EXTEND) * (now - step) and new_end - now > 0.01 * now:
             why = "reach beyond"

@@ -1,0 +1,320 @@
+"""schedule.py: rates are pure functions of step and horizon; a budget moves the horizon so that everything ends inside.
+
+The budget is driven by a simulated run with a fake clock: it knows how long steps, evaluations, saves and the end take,
+and `Budget` hears only what a real run would tell it.
+"""
+
+import json
+import math
+import random
+
+import pytest
+from conftest import tiny_settings
+
+from schedule import (
+    Budget,
+    Event,
+    Horizon,
+    context_length,
+    contexts,
+    first_horizon,
+    last_step,
+    rates,
+    save_minutes_suggested,
+)
+
+FORMS = ("cosine", "wsd")
+
+
+def long_settings(**changes):
+    values = dict(total_steps=100_000, warmup_steps=20, eval_every=50, ckpt_every=100, save_minutes=1.0,
+                  eval_rows=4, final_eval_rows=4, val_rows=4)  # fmt: skip
+    return tiny_settings(**{**values, **changes})
+
+
+# --- rates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_the_first_rate_is_not_zero_and_the_last_is_the_floor(form, warmup):
+    s = tiny_settings(schedule=form, total_steps=50, warmup_steps=warmup)
+    horizon = first_horizon(s)
+    muon, adamw, _ = rates(0, s, horizon)
+    assert muon > 0 and adamw > 0
+    assert rates(49, s, horizon)[:2] == (s.muon_min_lr, s.min_lr)
+    assert max(rates(i, s, horizon)[0] for i in range(50)) == pytest.approx(s.muon_lr)
+
+
+def test_cosine_and_wsd_are_the_textbook_curves():
+    """Against the formulas, written out: peak after the warm-up, half way at the middle of the decay."""
+    s = tiny_settings(schedule="cosine", total_steps=111, warmup_steps=10)
+    for step in range(10, 111):
+        want = s.muon_min_lr + (s.muon_lr - s.muon_min_lr) * (1 + math.cos(math.pi * (step - 10) / 100)) / 2
+        assert rates(step, s, first_horizon(s))[0] == pytest.approx(want)
+    s = tiny_settings(schedule="wsd", total_steps=100, warmup_steps=10, decay_frac=0.2)
+    values = [rates(i, s, first_horizon(s))[1] for i in range(100)]
+    assert values[:10] == pytest.approx([s.lr * (i + 1) / 10 for i in range(10)])
+    assert values[10:81] == pytest.approx([s.lr] * 71)
+    assert values[80:] == pytest.approx([s.lr - (s.lr - s.min_lr) * i / 19 for i in range(20)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_moved_horizon_never_makes_the_rate_jump(form):
+    s = tiny_settings(schedule=form, total_steps=1000, warmup_steps=10)
+    old = first_horizon(s)
+    for step in (50, 500, 900):
+        for end in (step + 20, 990, 3000):
+            new = Horizon(step, end, old.at(step))
+            assert rates(step, s, new) == rates(step, s, old)
+            curve = [rates(i, s, new)[0] for i in range(step, end)]
+            assert curve == sorted(curve, reverse=True) and curve[-1] == s.muon_min_lr
+
+
+def test_rates_do_not_depend_on_history_and_survive_json():
+    s = tiny_settings(schedule="cosine", total_steps=300)
+    horizon = Horizon(40, 200, 0.125)
+    again = Horizon.from_dict(json.loads(json.dumps(horizon.as_dict())))
+    order = random.Random(0).sample(range(200), 200)
+    assert {i: rates(i, s, horizon) for i in order} == {i: rates(i, s, again) for i in range(200)}
+
+
+def test_stop_at_ends_a_launch_without_touching_a_rate():
+    whole = tiny_settings(total_steps=100)
+    cut = tiny_settings(total_steps=100, stop_at=30)
+    assert last_step(cut, first_horizon(cut)) == 30 and last_step(whole, first_horizon(whole)) == 100
+    assert [rates(i, cut, first_horizon(cut)) for i in range(30)] == [
+        rates(i, whole, first_horizon(whole)) for i in range(30)
+    ]
+
+
+def test_a_branch_of_a_stable_phase_decays_from_the_branching_point():
+    """schedule_from: the rate continues at the peak, then falls to the floor at the branch's own end."""
+    long = tiny_settings(schedule="wsd", total_steps=10_000)
+    branch = tiny_settings(schedule="wsd", total_steps=1200, decay_frac=0.2)
+    horizon = first_horizon(branch, start_step=1000)
+    assert horizon == Horizon(1000, 1200)
+    assert rates(1000, branch, horizon) == rates(1000, long, first_horizon(long))
+    assert rates(1199, branch, horizon)[:2] == (branch.muon_min_lr, branch.min_lr)
+    later = first_horizon(tiny_settings(schedule="wsd", total_steps=2000, decay_frac=0.2), start_step=1000)
+    assert later == Horizon(1600, 2000)  # room for a stable phase first
+
+
+def test_target_tokens_replace_total_steps():
+    s = tiny_settings(total_steps=7, target_tokens=64 * 8 * 33, warmup_steps=2)
+    assert first_horizon(s).end_step == 33
+
+
+def test_momentum_warms_up_linearly():
+    s = tiny_settings(muon_momentum_warmup=10, muon_momentum=0.95)
+    values = [rates(i, s, first_horizon(s))[2] for i in range(12)]
+    assert values[0] == 0.85 and values[5] == pytest.approx(0.90) and values[10:] == [0.95, 0.95]
+    assert rates(0, tiny_settings(), first_horizon(tiny_settings()))[2] == 0.95
+
+
+def test_contexts_are_a_few_divisors_and_only_grow():
+    s = tiny_settings(max_len=2048, ctx_start_len=256, ctx_end_len=2048, ctx_warmup_steps=100)
+    lengths = [context_length(i, s) for i in range(150)]
+    assert lengths == sorted(lengths) and lengths[0] == 256 and set(lengths[100:]) == {2048}
+    assert all(2048 % n == 0 for n in lengths) and 2 <= len(set(lengths)) <= 4
+    assert set(lengths) <= set(contexts(s))
+    plain = tiny_settings()
+    assert contexts(plain) == [64] and context_length(0, plain) == 64
+
+
+def test_save_interval_suggestion_is_youngs_formula():
+    assert save_minutes_suggested(8.0, 24.0) == pytest.approx(math.sqrt(2 * 8 * 86400) / 60)
+
+
+# --- the budget, under a fake clock ----------------------------------------------------------------------------
+
+
+class FakeRun:
+    """A run whose every duration is known. `launch` goes on from the last saved step until the end, a stop or a kill."""
+
+    def __init__(
+        self, settings, step_seconds, start_up=20.0, evaluation=1.0, pause=0.2, save=2.0, upload=0.0
+    ):
+        self.s, self.step_seconds, self.start_up = settings, step_seconds, start_up
+        self.evaluation, self.pause, self.save_seconds, self.upload = evaluation, pause, save, upload
+        self.used, self.saved, self.events, self.rates = 0.0, None, [], {}
+
+    def launch(self, kill_after=math.inf, world=1):
+        s, launched = self.s, random.Random(str(self.used)).uniform(0, 1e6)  # monotonic clocks start anywhere
+        clock = launched + self.start_up
+        budget = Budget(s, launched, self.used, world=world)
+        step, horizon = 0, first_horizon(s)
+        if self.saved:
+            step, horizon = self.saved["step"], Horizon.from_dict(self.saved["horizon"])
+            budget.load_state(json.loads(json.dumps(self.saved["budget"])))
+        self.status, self.steps_here, saved_at = "done", 0, clock
+        while step < last_step(s, horizon):
+            event = budget.decide(step, clock, horizon)
+            if event:
+                assert Event.from_dict(json.loads(json.dumps(event.as_dict()))) == event
+                self.events.append(event)
+                if event.kind == "stop":
+                    self.status = "stopped"
+                horizon = event.horizon or horizon
+            self.rates[step] = rates(step, s, horizon)
+            seconds = self.step_seconds(self.steps_here, step)
+            clock += seconds
+            budget.stepped(seconds)
+            step, self.steps_here = step + 1, self.steps_here + 1
+            if clock - launched > kill_after:
+                self.status = "killed"
+                break
+            if step % s.eval_every == 0 and step < horizon.end_step:
+                clock += self.evaluation
+                budget.paused("evaluation", self.evaluation)
+            if step % s.ckpt_every == 0 or clock - saved_at > s.save_minutes * 60:
+                clock, saved_at = clock + self.pause, clock
+                budget.saved(
+                    {"pause": self.pause, "seconds": self.save_seconds, "upload_seconds": self.upload}
+                )
+                self.saved = {"step": step, "horizon": horizon.as_dict(), "budget": budget.state()}
+            if self.status == "stopped":
+                break
+        if self.status == "done":
+            clock += self.evaluation * s.final_eval_rows / s.eval_rows
+        if self.status != "killed":  # the last save is waited for, and uploaded
+            clock += self.pause + self.save_seconds + self.upload
+            self.saved = {"step": step, "horizon": horizon.as_dict(), "budget": budget.state()}
+        self.used += clock - launched  # the journal survives a kill
+        self.step, self.horizon, self.launch_seconds = step, horizon, clock - launched
+        return self
+
+    def check_ended(self, at_least=0.8):
+        """Done, the last step at the floor, inside the budget, most of which was used, at a rate that never rose after it
+        began to fall."""
+        assert self.status == "done" and self.step == self.horizon.end_step
+        assert self.rates[self.step - 1][:2] == (self.s.muon_min_lr, self.s.min_lr)
+        budget = self.s.max_hours * 3600
+        assert self.used <= budget, f"{self.used:.0f} s of {budget:.0f}"
+        assert self.used >= at_least * budget, f"only {self.used:.0f} s of {budget:.0f} used"
+        curve = [self.rates[i][0] for i in range(self.s.warmup_steps, self.step)]
+        assert all(b <= a * (1 + 1e-9) for a, b in zip(curve, curve[1:], strict=False))
+
+
+def noisy(mean, spread=0.2, seed=0):
+    """Step times around `mean`; the first step of a launch compiles."""
+    numbers = random.Random(seed)
+    return lambda here, step: mean * numbers.uniform(1 - spread, 1 + spread) + (5.0 if here == 0 else 0.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_a_budget_nothing_moves(form):
+    run = FakeRun(long_settings(schedule=form, total_steps=300), noisy(0.1)).launch()
+    assert run.status == "done" and run.step == 300 and not run.events
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_budget_that_is_large_enough_changes_nothing(form):
+    run = FakeRun(long_settings(schedule=form, total_steps=300, max_hours=1.0), noisy(0.1)).launch()
+    assert run.status == "done" and run.step == 300 and not run.events
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tight_budget_ends_decayed(form, seed):
+    run = FakeRun(long_settings(schedule=form, max_hours=0.1), noisy(0.1, seed=seed)).launch()
+    run.check_ended(0.85)
+    assert 1 <= len(run.events) <= 20
+
+
+def test_wsd_stays_at_its_peak_until_the_budgets_last_part():
+    run = FakeRun(long_settings(schedule="wsd", max_hours=0.2, decay_frac=0.2), noisy(0.1)).launch()
+    run.check_ended(0.85)
+    at_peak = sum(run.rates[i][0] == run.s.muon_lr for i in range(run.step))
+    assert 0.7 * run.step < at_peak < 0.9 * run.step
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_slow_start_costs_no_budget_later(form):
+    """The first hundred steps take ten times as long (cold caches): the horizon that they suggest is given up again."""
+    steady = noisy(0.1)
+    run = FakeRun(
+        long_settings(schedule=form, max_hours=0.15), lambda here, i: steady(here, i) * (10 if i < 100 else 1)
+    )
+    run.launch().check_ended(0.8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_that_becomes_slower_inside_its_decay_still_ends(form):
+    steady = noisy(0.1)
+    run = FakeRun(
+        long_settings(schedule=form, max_hours=0.1), lambda here, i: steady(here, i) * (3 if i > 2400 else 1)
+    )
+    run.launch().check_ended(0.75)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("killed_at", [30, 100, 250, 320])
+def test_a_restart_in_the_middle_keeps_to_the_whole_budget(form, killed_at):
+    """Killed after so many of 360 s: the time is gone, steps since the save are repeated, it still ends inside."""
+    run = FakeRun(long_settings(schedule=form, max_hours=0.1), noisy(0.1))
+    run.launch(kill_after=killed_at)
+    assert run.status == "killed"
+    run.launch().check_ended(0.8)
+
+
+def test_a_resume_without_a_new_event_repeats_the_same_rates():
+    run = FakeRun(long_settings(schedule="wsd", total_steps=400), noisy(0.1))
+    run.launch(kill_after=45)
+    before = dict(run.rates)
+    run.launch()
+    assert run.step == 400 and all(run.rates[i] == r for i, r in before.items()) and not run.events
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_saves_and_evaluations_that_take_long_are_planned_for(form):
+    s = long_settings(schedule=form, max_hours=0.2, ckpt_every=400, eval_every=200)
+    FakeRun(s, noisy(0.1), evaluation=15.0, pause=8.0, save=30.0, upload=40.0).launch().check_ended(0.7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_long_save_just_before_the_end_cannot_push_the_run_over(form):
+    """Saves of a minute, by the clock, in a budget of six: the reserve is measured, not assumed."""
+    s = long_settings(schedule=form, max_hours=0.1, ckpt_every=10_000, save_minutes=1.5)
+    FakeRun(s, noisy(0.1), pause=1.0, save=30.0).launch().check_ended(0.6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("left", [0, 5, 20])
+def test_a_resume_with_almost_no_budget_left_takes_one_last_step_at_the_floor(form, left):
+    run = FakeRun(long_settings(schedule=form, max_hours=0.1, save_minutes=0.2), noisy(0.1), start_up=1.0)
+    run.launch(kill_after=100)
+    done, run.used = run.saved["step"], 360.0 - left
+    run.launch()
+    assert run.status == "done" and run.rates[run.step - 1][:2] == (run.s.muon_min_lr, run.s.min_lr)
+    assert run.step <= done + 10 * left + 1
+
+
+def test_a_budget_inside_the_warm_up_still_ends_at_the_floor():
+    run = FakeRun(long_settings(warmup_steps=5000, max_hours=0.05), noisy(0.1)).launch()
+    assert run.status == "done" and run.used <= 180
+    assert run.rates[run.step - 1][:2] == (run.s.muon_min_lr, run.s.min_lr)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_job_hours_stop_each_launch_in_time_and_move_no_rate(form):
+    """Four launches make the same run as one."""
+    s = long_settings(schedule=form, total_steps=3000, job_hours=0.03)
+    run, launches = FakeRun(s, noisy(0.1), save=4.0), 0
+    while not launches or run.status == "stopped":
+        run.launch()
+        launches += 1
+        assert run.launch_seconds <= 0.03 * 3600
+    free = FakeRun(long_settings(schedule=form, total_steps=3000), noisy(0.1)).launch()
+    assert run.status == "done" and 3 <= launches <= 6 and run.rates == free.rates
+    assert all(e.kind == "stop" and "job_hours" in e.reason for e in run.events)
+
+
+def test_on_other_hardware_a_resume_scales_the_pace_that_it_remembers():
+    s = long_settings(max_hours=1.0)
+    budget = Budget(s, 0.0, world=8)
+    for _ in range(20):
+        budget.stepped(1.0)
+    other = Budget(s, 0.0, world=4)
+    other.load_state(budget.state())
+    assert other.pace() == 2.0

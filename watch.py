@@ -1,0 +1,135 @@
+"""Watching a run's health: parameters that do not move, ranks that lag, and a black box for when it ends badly.
+
+Everything here only looks. It is handed tensors, callables and numbers, and returns sentences for a person, or None.
+
+    movement = Movement(model.named_parameters())        # before the first update of a launch
+    each of its first 20 steps, before the update:  movement.saw_gradients()
+    after 20 updates:                               for line in movement.report(agree.gather): log(line)
+    straggler(agree.gather({"seconds": busy, "host": host, "clock_mhz": clock}))      on logged steps
+    box = BlackBox(out_dir); box.record(step=…, loss=…, ids=…) each step; box.dump(reason, norms=…) before giving up
+"""
+
+import os
+import statistics
+from collections import deque
+
+import torch
+
+from metrics import write_json
+
+LAG = 1.15  # a rank this much slower than the median is named
+SAMPLE = 4096  # elements of each local shard that are compared
+
+
+def local(tensor):
+    """This rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def kind_of(name: str) -> str:
+    """Parameter class: the name without its layer number, so that 35 layers make one line."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
+class Movement:
+    """Finds parameters that receive gradients but do not move (bf16 masters, a rate of 0, an optimizer that was built
+    on other tensors), and parameters that never receive one (dead branches). Only a sample of each shard is kept."""
+
+    def __init__(self, named_parameters):
+        self.parameters = dict(named_parameters)
+        self.before = {name: self.sample(p).clone() for name, p in self.parameters.items()}
+        self.seen: dict[str, torch.Tensor] = {}  # name -> 0-dim bool on the device: no sync until the report
+
+    @staticmethod
+    def sample(p) -> torch.Tensor:
+        """Up to SAMPLE elements, evenly spread over this rank's rows."""
+        flat = local(p.detach()).flatten()
+        return flat[:: max(1, flat.numel() // SAMPLE)]
+
+    @torch.no_grad()
+    def saw_gradients(self):
+        """Note which parameters have a gradient that is not zero. Call before the gradients are used up."""
+        for name, p in self.parameters.items():
+            if p.grad is not None:
+                any_now = local(p.grad).count_nonzero() > 0
+                self.seen[name] = any_now | self.seen[name] if name in self.seen else any_now
+
+    @torch.no_grad()
+    def report(self, gather=None) -> list[str]:
+        """Warnings, worst first; [] when everything moves. `gather(value)` gives all ranks' values."""
+        mine = {}
+        for name, p in self.parameters.items():
+            now, before = self.sample(p), self.before[name]
+            gradient = bool(self.seen[name]) if name in self.seen else False
+            mine[name] = [now.numel(), int((now != before).sum()), gradient]
+        total = {name: [0, 0, False] for name in mine}
+        for rank in gather(mine) if gather else [mine]:
+            for name, (size, moved, gradient) in rank.items():
+                total[name] = [total[name][0] + size, total[name][1] + moved, total[name][2] or gradient]
+        dead = [n for n, (_, _, gradient) in total.items() if not gradient]
+        frozen = [n for n, (_, moved, gradient) in total.items() if gradient and not moved]
+        stiff: dict[str, list[int]] = {}
+        for name, (size, moved, _) in total.items():
+            if name not in dead and name not in frozen:
+                entry = stiff.setdefault(kind_of(name), [0, 0])
+                entry[0] += size
+                entry[1] += moved
+        lines = []
+        if frozen:
+            lines.append(f"FROZEN: {names(frozen)} received gradients but did not move: is the rate 0, or the optimizer "
+                         "built on other tensors?")  # fmt: skip
+        if dead:
+            lines.append(
+                f"DEAD: {names(dead)} never received a gradient: nothing that reaches the loss uses them"
+            )
+        lines += [
+            f"hardly moving: {kind}: {100 * moved / size:.0f} % of the elements changed"
+            for kind, (size, moved) in stiff.items()
+            if moved < 0.5 * size and kind != "embed.weight"  # tokens that did not occur keep their rows
+        ]
+        return lines
+
+
+def names(items: list[str]) -> str:
+    """'a, b, c and 12 more'."""
+    return ", ".join(items[:4]) + (f" and {len(items) - 4} more" if len(items) > 4 else "")
+
+
+def straggler(ranks: list[dict]) -> str | None:
+    """One line that names the slowest rank, or None. Each rank hands in {"seconds": …, "host": …, "clock_mhz": …}.
+
+    `seconds` must be time that the rank itself was busy: collectives make all ranks take equally long in the end, so
+    hand in step seconds minus the seconds spent waiting in the step's control word.
+    """
+    if len(ranks) < 2:
+        return None
+    seconds = [r["seconds"] for r in ranks]
+    middle, worst = statistics.median(seconds), max(range(len(ranks)), key=seconds.__getitem__)
+    clocks = [r.get("clock_mhz") for r in ranks]
+    if seconds[worst] > LAG * middle:
+        clock = f", {clocks[worst]} MHz" if clocks[worst] else ""
+        return (
+            f"slowest: rank {worst} on {ranks[worst].get('host', '?')}{clock}, {seconds[worst]:.2f} s a step, "
+            f"{seconds[worst] / middle:.2f} x the median"
+        )
+    if all(clocks):
+        middle, worst = statistics.median(clocks), min(range(len(ranks)), key=clocks.__getitem__)
+        if clocks[worst] * LAG < middle:
+            host = ranks[worst].get("host", "?")
+            return f"slowest: rank {worst} on {host} runs at {clocks[worst]} MHz, the median is {middle:.0f}"
+    return None
+
+
+class BlackBox:
+    """The last 32 steps (sample ids, losses, rates, norms), written to blackbox.json when a run gives up."""
+
+    def __init__(self, out_dir: str, size: int = 32):
+        self.path, self.ring = os.path.join(out_dir, "blackbox.json"), deque(maxlen=size)
+
+    def record(self, **values):
+        self.ring.append(values)
+
+    def dump(self, reason: str, **values) -> str:
+        """Write the ring and `values` (layer norms…); the path."""
+        write_json(self.path, {"reason": reason, **values, "steps": list(self.ring)})
+        return self.path
