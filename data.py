@@ -273,7 +273,8 @@ class Stream:
         """Log what was found, and how often the run will see it where the number of tokens is known."""
         total = settings.steps * settings.tokens_per_step
         for cursor, weight in zip(self.cursors, self.weights, strict=True):
-            about = (self.metadata or {}).get("domains", {}).get(cursor.name, {})
+            known = (self.metadata or {}).get("domains")
+            about = known.get(cursor.name) if isinstance(known, dict) else None
             text = f"data: {cursor.name}: {len(found[cursor.name])} shards"
             if isinstance(about, dict) and about.get("tokens"):
                 share = total * weight / sum(self.weights)
@@ -283,10 +284,11 @@ class Stream:
 
     # --- shards --------------------------------------------------------------------------------------------
     def open_shard(self, name: str, revision, id) -> Shard:
-        shard = Shard(self.source.fetch(name, revision, id), name, self.T, self.vocab_size)
-        if shard.wasted and name not in self.dropped and shard.wasted > shard.tokens // 100:
+        path = self.source.fetch(name, revision, id)
+        shard = Shard(path, f"{label(self.source)}/{name}", self.T, self.vocab_size)
+        if shard.wasted > shard.tokens // 100 and name not in self.dropped:
             self.log(
-                f"data: {name}: the last {shard.wasted} of {shard.tokens} tokens fill no sample of {self.T}"
+                f"data: {shard.name}: its last {shard.wasted} of {shard.tokens} tokens fill no sample of {self.T}"
             )
         self.dropped[name] = shard.wasted
         return shard
@@ -297,6 +299,8 @@ class Stream:
         def work():
             try:
                 self.source.fetch(name, revision, id)
+                if not any(name in c.fetched for c in self.cursors):
+                    self.source.release(name)  # the stream has passed it meanwhile
             except Exception as e:
                 self.log(f"data: {name} could not be fetched ahead, trying again when it is needed: {e}")
 

@@ -342,6 +342,8 @@ def pack(out: str, inputs: list[str], options, log=print):
         meta, encode = load_tokenizer(options.tokenizer, options.eot)
     path = os.path.join(out, "metadata.json")
     before = FolderSource(out).metadata() or {}
+    if before and not isinstance(before.get("domains"), dict):
+        raise DataError(f"{path}: was not made by pack: choose another OUT")
     differing = [k for k in ("vocab_size", "tokenizer", "eot") if before and before.get(k) != meta[k]]
     copy = os.path.join(out, "tokenizer.json")
     if meta["tokenizer"] == "tokenizer.json" and os.path.exists(copy) and before:
@@ -401,7 +403,9 @@ def inspect(folder: str, log=print):
     tokenizer = Tokenizer(meta, path)
     log(f"{folder}: vocab_size {vocab}, tokenizer {meta.get('tokenizer')}, end of document {meta.get('eot')}")
     top = os.path.join(folder, "data")
-    for domain in sorted(os.listdir(top)) if os.path.isdir(top) else [source.list("")]:
+    if not os.path.isdir(top):
+        raise DataError(f"{top}: {source.why_missing('general')}")
+    for domain in sorted(os.listdir(top)):
         if domain.startswith("."):
             continue
         names = list(source.list(domain))

@@ -46,6 +46,8 @@ def os_reason(e: OSError) -> str:
         return "permission denied: make it readable for this user (chmod a+r the file, a+rx its folders)"
     if isinstance(e, FileNotFoundError):
         return "no such file: it was moved or deleted; restore it"
+    if isinstance(e, IsADirectoryError):
+        return "is a folder: remove or rename it"
     return e.strerror or str(e)
 
 
@@ -71,7 +73,10 @@ def read_header(path: str, name: str) -> tuple[tuple, np.dtype, int, int]:
     except (ValueError, KeyError, EOFError, SyntaxError, TypeError, RecursionError) as e:
         if isinstance(e, DataError):
             raise
-        raise DataError(f"{name}: not a readable .npy file ({e}): save it again with numpy.save") from None
+        reason = re.sub(r" ?<[^>]*>", "", str(e))  # addresses of objects
+        raise DataError(
+            f"{name}: not a readable .npy file ({reason}): save it again with numpy.save"
+        ) from None
     if dtype.hasobject:
         raise DataError(
             f"{name}: holds pickled Python objects, which are never loaded: save an integer array"
@@ -268,7 +273,7 @@ class FolderSource:
         extra = " --vocab_size=50257" if kinds[0] == ".bin" else ""
         made = "nanoGPT or modded-nanogpt token files" if kinds[0] == ".bin" else f"{kinds[0]} files"
         command = f"python data.py pack OUT{extra} {domain}='{os.path.join(folder, '*' + kinds[0])}'"
-        return f" but {made}: convert them with `{command}`, then set data=OUT"
+        return f"; there are {made}: convert them with `{command}`, then set data=OUT"
 
     def fetch(self, name: str, revision: str | None = None, id: str | None = None) -> str:
         """The path of a shard whose content is still what was admitted. A renamed file is found by its content."""

@@ -140,7 +140,7 @@ def trailing_bytes(root):
     put(root, SHARD, npy_bytes(rows(0, 9, 9)) + b"garbage")
 
 
-@case(SHARD, "directory")
+@case(SHARD, "is a folder", "rename")
 def a_folder_named_npy(root):
     os.unlink(f"{root}/{SHARD}")
     os.makedirs(f"{root}/{SHARD}")

@@ -470,6 +470,35 @@ def test_paths_in_a_state_stay_inside_the_dataset(root):
         Crew(settings(root), state=state)
 
 
+class Lending(data.FolderSource):
+    """A source whose files are held from fetch to release, as HubSource's are."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.held = set()
+
+    def fetch(self, name, revision=None, id=None):
+        self.held.add(name)
+        return super().fetch(name, revision, id)
+
+    def release(self, name):
+        self.held.discard(name)
+
+
+def test_at_most_two_files_of_a_domain_are_held(root):
+    """The current and the next: a bounded cache can delete the rest. Also when shards last less than a fetch."""
+    source = Lending(root)
+    crew = Crew(settings(root), source=source)
+    for step in range(40):
+        crew.step(24, step)
+        for thread in threading.enumerate():
+            if thread.name.startswith("prefetch"):
+                thread.join(10)
+        assert len(source.held) <= 8
+    list(crew.streams[0].val_batches(3, 3))
+    assert len(source.held) <= 8
+
+
 class Many:
     """A source of 20,000 shards that all are one file; it counts what is asked of it."""
 
@@ -725,7 +754,16 @@ def test_wasted_tokens_are_counted_and_said(tmp_path):
     lines = []
     crew = Crew(settings(tmp_path, domains=["code"]), log=lines.append)
     assert crew.streams[0].wasted() == 6
-    assert any("the last 6 of 103 tokens" in line for line in lines)
+    assert any("its last 6 of 103 tokens" in line for line in lines)
+
+
+def test_metadata_of_others_is_only_asked_for_the_vocabulary(root):
+    """The seed's metadata.json may say anything else, also under names that pack uses."""
+    corpora.describe(root, domains=["code", "math"], tokenizer="someone/tokenizer", note=None)
+    lines = []
+    crew = Crew(settings(root), log=lines.append)
+    assert not crew.streams[0].tokenizer.bytes_exact
+    assert any("someone/tokenizer" in line for line in lines)
 
 
 def test_epochs_say_how_far_each_domain_is(root):
