@@ -45,11 +45,13 @@ import plan
 import sample
 import schedule
 import selftest
+import watch
 
 FILES = (
     "train_nova settings model muon data shards schedule checkpoint startup proofs"  # what code_digest covers
 )
 
+DRILL_STEPS = 4
 HORIZON = (
     "total_steps",
     "target_tokens",
@@ -87,12 +89,19 @@ def train(settings: Settings) -> dict:
     """The whole run. Returns facts for status.json; raises startup.Stopped after an agreed stop."""
     launched = time.monotonic()
     check_needs(settings)
+    if settings.drill:
+        settings.out_dir, settings.resume = os.path.join(settings.out_dir, "drill"), "never"
     log = logger(int(os.environ.get("RANK", 0)))
     agree = startup.init(settings, log=log)
     run = start_up(Run(settings, agree, log, agree.device), launched)
     if complete(run):
         return {"step": run.step, "saved": run.step}
-    stop = loop(run)
+    try:
+        if settings.drill:
+            return drill(run)
+        stop = loop(run, schedule.last_step(settings, run.horizon))
+    except (torch.OutOfMemoryError, MemoryError) as e:
+        raise OutOfMemory(run, e) from e
     if stop:
         save(run, "latest", wait=True)
         run.checkpoints.close(timeout=settings.hub_patience)
@@ -100,6 +109,22 @@ def train(settings: Settings) -> dict:
             stop, f"stopped by {stop} after step {run.step}, saved: the same command goes on"
         )
     return finish(run)
+
+
+class OutOfMemory(RuntimeError):
+    """A device is out of memory. The same settings would be again: not retried."""
+
+    exit_code = 70
+
+    def __init__(self, run: Run, error: BaseException):
+        s = run.settings
+        parts = plan_of(run)
+        table = "\n".join(line for line in parts.lines() if "memory" in line) if parts else ""
+        super().__init__(
+            f"out of memory at step {run.step + 1}: {str(error).splitlines()[0] if str(error) else 'host memory'}\n{table}\n"
+            f"lower micro_batch={s.micro_batch}, or set activation_checkpointing=selective (now "
+            f"{s.activation_checkpointing}), or reduce_every_micro_step=true (now {s.reduce_every_micro_step})"
+        )
 
 
 def check_needs(s: Settings):
@@ -149,7 +174,12 @@ def start_up(run: Run, launched: float) -> Run:
             s, s.out_dir, agree.world, run.device, lambda ctx: model.flops_per_token(s, ctx), log,
             main=agree.rank == 0, launched=launched,
         )  # fmt: skip
-        print_plan(run)
+        planned = plan_of(run)
+        log(
+            "\n".join(planned.lines())
+            if planned
+            else f"no plan: plan.py knows {', '.join(plan.GPUS)}, not this device"
+        )
     with agree.stage("model"):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
@@ -211,14 +241,11 @@ def keep_choices(run: Run, saved: dict | None) -> dict:
     return chosen
 
 
-def print_plan(run: Run):
-    """What this run needs and buys on this machine, before anything is built."""
+def plan_of(run: Run) -> plan.Plan | None:
+    """What this run needs and buys on this kind of device; None where its data sheet is not known."""
     name = "cpu" if run.device.type == "cpu" else torch.cuda.get_device_name(run.device).lower()
     known = [gpu for gpu in plan.GPUS if gpu in name]
-    if not known:
-        return run.log(f"[plan] no data sheet of {name}: `python plan.py --gpu=…` has {', '.join(plan.GPUS)}")
-    for line in plan.plan(run.settings, run.agree.world, known[0]).lines():
-        run.log(line)
+    return plan.plan(run.settings, run.agree.world, known[0]) if known else None
 
 
 def make_mesh(settings: Settings, world: int, device):
@@ -293,19 +320,19 @@ def complete(run: Run) -> bool:
 # --- the loop ----------------------------------------------------------------------------------------------------
 
 
-def loop(run: Run) -> str | None:
-    """Train until the horizon's end. Returns None there, or the reason of an agreed stop."""
+def loop(run: Run, last_step: int) -> str | None:
+    """Train up to `last_step` (which an agreed event may move). Returns None at the horizon's end, or why it stopped."""
     s, agree, stream = run.settings, run.agree, run.stream
     timer, meter = metrics.StepTimer(run.device), metrics.LossMeter(stream.domains, run.device)
-    proof, stop = first_step_proof(run), None  # of this launch; None once it is over
+    watcher, stop = watch.Watcher(run), None
     run.model.train()
-    while run.step < schedule.last_step(s, run.horizon) and not stop:
-        agree.tick(f"step {run.step + 1}", s.init_timeout if proof else s.step_timeout)
+    while run.step < min(last_step, run.horizon.end_step) and not stop:
+        agree.tick(f"step {run.step + 1}", s.init_timeout if watcher.proof else s.step_timeout)
         timer.start()
         batch, problem = next_batch(run)
         timer.mark("data")
         stop, save_due, valid_tokens = agree_on_step(run, batch, problem)
-        muon_lr, lr, momentum = schedule.rates(run.step, s, run.horizon)
+        rates = muon_lr, lr, momentum = schedule.rates(run.step, s, run.horizon)
         muon.set_rates(run.optimizers, muon_lr, lr, momentum)
         timer.mark("other")
 
@@ -313,19 +340,17 @@ def loop(run: Run) -> str | None:
         timer.mark("forward_backward")
         grad_norm = muon.clip_grads(run.model, s.grad_clip, s.tokens_per_step / max(valid_tokens, 1)).item()
         loss, loss_by_domain, _ = meter.read(dist.all_reduce)
-        if proof:
-            proof.before_update()
+        watcher.before_update(loss, loss_by_domain, grad_norm, rates)
         bad = update(run, loss, grad_norm)
-        if proof:
-            proof = conclude(run, proof, loss, grad_norm, min(muon_lr, lr))
+        watcher.after_update(loss, grad_norm, rates)
         timer.mark("optimizer")
 
         run.step += 1
         timers = timer.read()
         run.budget.stepped(timers["total"])
         run.metrics.step(
-            run.step, loss, loss_by_domain, grad_norm, (muon_lr, lr, momentum), schedule.context_length(run.step - 1, s),
-            valid_tokens, timers, stream.epochs(), hours_left(run), bad, run.horizon.end_step,
+            run.step, loss, loss_by_domain, grad_norm, rates, schedule.context_length(run.step - 1, s), valid_tokens,
+            timers, stream.epochs(), hours_left(run), bad, run.horizon.end_step, watcher.slowest(timers),
         )  # fmt: skip
         if s.shard_refresh_steps and run.step % s.shard_refresh_steps == 0:
             stream.refresh(run.step)
@@ -333,35 +358,12 @@ def loop(run: Run) -> str | None:
             if evaluate(run, s.eval_rows):
                 save(run, "best")
             print_sample(run)
-        if run.step % s.ckpt_every == 0:
+        if run.step % s.ckpt_every == 0 and run.step < run.horizon.end_step:
             save(run, "milestone")
         elif save_due:
             save(run, "latest")
         collect_saves(run)
-    if not stop and run.step < run.horizon.end_step:
-        stop = "stop_at"
-    return stop
-
-
-def first_step_proof(run: Run) -> selftest.FirstStepProof:
-    """Watches the first update of this launch: what Muon got and gave, which parameters moved."""
-    s = run.settings
-    qkv = next(iter(run.model.row_blocks().values()))
-    blocks = s.n_layers * (len(qkv) + 4)  # q, k, v (or their heads), and o, gate, up, down
-    head = "embed.weight" if s.tie_embeddings else "lm_head.weight"
-    proof = selftest.FirstStepProof(
-        run.agree, run.model.named_parameters(), blocks, {head: s.vocab_size}, run.log
-    )
-    run.optimizers[0].watch = proof.watch
-    return proof
-
-
-def conclude(run: Run, proof: selftest.FirstStepProof, loss: float, grad_norm: float, rate: float):
-    """The verdict on the first update. A failed proof ends the run, and nothing has been saved yet."""
-    proof.after_update(rate)
-    run.optimizers[0].watch = None
-    proof.conclude(loss, grad_norm, math.log(run.settings.vocab_size) if run.step == 0 else None)
-    run.agree.first_step_done()
+    return stop or (None if run.step >= run.horizon.end_step else "stop_at")
 
 
 def next_batch(run: Run) -> tuple[data.Batch | None, Exception | None]:
@@ -417,7 +419,7 @@ def accumulate(run: Run, batch: data.Batch, meter: metrics.LossMeter):
 
 def update(run: Run, loss: float, grad_norm: float) -> bool:
     """The optimizer step. A non-finite loss or norm, which all ranks see alike, skips it; too many in a row end the run."""
-    bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
+    bad = watch.is_bad(loss, grad_norm)
     run.bad_in_a_row = run.bad_in_a_row + 1 if bad else 0
     if not bad:
         for optimizer in run.optimizers:
@@ -559,6 +561,55 @@ def finish(run: Run) -> dict:
     )  # fmt: skip
     left = run.checkpoints.close(timeout=s.hub_patience)
     return {"step": run.step, "val_loss": report["val_loss"], "export": folder, "unpublished": left}
+
+
+def drill(run: Run) -> dict:
+    """The whole cycle once, on the machine and with the settings of the real run: steps, evaluation, save, load in place,
+    the same next losses, export, a small upload. Prints what each took. Works in a folder of its own."""
+    s, agree, seconds = run.settings, run.agree, {}
+    clock = time.monotonic()
+
+    def took(part: str):
+        nonlocal clock
+        seconds[part], clock = time.monotonic() - clock, time.monotonic()
+
+    seconds["start-up"] = run.metrics.used()
+    loop(run, DRILL_STEPS)
+    took(f"{DRILL_STEPS} steps")
+    evaluate(run, s.eval_rows)
+    took("evaluation")
+    save(run, "latest", wait=True)
+    took("save")
+    curves = []
+    for attempt in range(2):
+        if attempt:
+            path = os.path.join(run.checkpoints.folder, run.checkpoints.parent.split("/")[-1])
+            saved = checkpoint.read_state(path)
+            run.stream.load_state(saved["data"])
+            resume(run, saved, path)
+            took("load in place")
+        before = len(run.metrics.losses)
+        loop(run, DRILL_STEPS + 2)
+        curves.append(list(run.metrics.losses)[before:] if not attempt else list(run.metrics.losses)[-2:])
+        took("2 steps after it" if attempt else "2 steps")
+    exact = run.device.type == "cpu" or s.deterministic
+    same = curves[0] == curves[1] if exact else all(abs(a - b) < 1e-2 for a, b in zip(*curves, strict=True))
+    if not same:
+        raise startup.StartupError(
+            f"drill: losses after the reload {curves[1]} are not those before it {curves[0]}"
+        )
+    parameters = {name: p.detach() for name, p in run.model.named_parameters()}
+    checkpoint.export(os.path.join(s.out_dir, "export"), parameters, export_config(run), agree)
+    took("export")
+    left = run.checkpoints.close(timeout=s.hub_patience)
+    took("upload" if run.checkpoints.publisher else "close")
+    for part, value in seconds.items():
+        run.log(f"drill: {part:24} {value:8.2f} s")
+    how = "to the bit" if exact else "to rounding"
+    run.log(f"drill passed: the two losses after a reload are those before it, {how}: {curves[0]}")
+    if left:
+        raise startup.StartupError(f"drill: not uploaded: {left}")
+    return {"step": run.step, "drill": {k: round(v, 3) for k, v in seconds.items()}}
 
 
 def export_config(run: Run) -> dict:

@@ -6,15 +6,18 @@ Everything here only looks. It is handed tensors, callables and numbers, and ret
     each of its first 20 steps, before the update:  movement.saw_gradients()
     after 20 updates:                               for line in movement.report(agree.gather): log(line)
     straggler(agree.gather({"seconds": busy, "host": host, "clock_mhz": clock}))      on logged steps
+    Watcher(run) does all of it in the loop, beside selftest.FirstStepProof
     box = BlackBox(out_dir); box.record(step=…, loss=…, ids=…) each step; box.dump(reason, norms=…) before giving up
 """
 
+import math
 import os
 import statistics
 from collections import deque
 
 import torch
 
+import selftest
 from metrics import write_json
 
 LAG = 1.15  # a rank this much slower than the median is named
@@ -133,3 +136,68 @@ class BlackBox:
         """Write the ring and `values` (layer norms…); the path."""
         write_json(self.path, {"reason": reason, **values, "steps": list(self.ring)})
         return self.path
+
+
+def is_bad(loss: float, grad_norm: float) -> bool:
+    """A step that must not update anything."""
+    return not (math.isfinite(loss) and math.isfinite(grad_norm))
+
+
+class Watcher:
+    """Looks at updates and changes nothing: the proof of a launch's first update, parameters that do not move in its
+    first 20, the slowest rank, and a black box of the last 32 steps."""
+
+    def __init__(self, run):
+        s = run.settings
+        self.run, self.box = run, BlackBox(s.out_dir)
+        self.movement, self.updates = Movement(run.model.named_parameters()), 0
+        qkv = next(iter(run.model.row_blocks().values()))
+        blocks = s.n_layers * (len(qkv) + 4)  # q, k, v (or their heads), and o, gate, up, down
+        head = "embed.weight" if s.tie_embeddings else "lm_head.weight"
+        self.proof = selftest.FirstStepProof(
+            run.agree, run.model.named_parameters(), blocks, {head: s.vocab_size}, run.log
+        )
+        run.optimizers[0].watch = self.proof.watch
+
+    def before_update(self, loss: float, loss_by_domain: dict, grad_norm: float, rates: tuple):
+        run, n = self.run, self.run.settings.sequences_per_step
+        self.box.record(
+            step=run.step + 1, samples=[run.step * n, (run.step + 1) * n], loss=loss, loss_by_domain=loss_by_domain,
+            grad_norm=grad_norm, rates=rates,
+        )  # fmt: skip
+        if self.movement:
+            self.movement.saw_gradients()
+        if self.proof:
+            self.proof.before_update()
+        if run.bad_in_a_row + 1 >= run.settings.max_bad_steps and is_bad(loss, grad_norm):
+            squares = [
+                [float(p.grad.to_local().float().square().sum()) if p.grad is not None else 0.0, n]
+                for n, p in run.model.named_parameters()
+            ]
+            table = run.agree.gather(squares)
+            norms = {n: math.sqrt(sum(rank[i][0] for rank in table)) for i, (_, n) in enumerate(squares)}
+            worst = sorted(norms, key=lambda n: -norms[n] if math.isfinite(norms[n]) else -math.inf)[:10]
+            if run.agree.rank == 0:
+                path = self.box.dump("non-finite steps", largest_gradient_norms={n: norms[n] for n in worst})
+                run.log(f"the last {len(self.box.ring)} steps are in {path}")
+
+    def after_update(self, loss: float, grad_norm: float, rates: tuple):
+        run = self.run
+        self.updates += 1
+        if self.movement and self.updates == 20:
+            for line in self.movement.report(run.agree.gather):
+                run.log(line)
+            self.movement = None
+        if self.proof:  # a failed proof ends the run, and nothing has been saved yet
+            self.proof.after_update(min(rates[:2]))
+            self.proof.conclude(loss, grad_norm, math.log(run.settings.vocab_size) if run.step == 0 else None)
+            run.optimizers[0].watch = self.proof = None
+            run.agree.first_step_done()
+
+    def slowest(self, timers: dict) -> str | None:
+        """One line about a rank that lags, on logged steps. "other" is where a fast rank waits for the slow one."""
+        run = self.run
+        if (run.step % run.settings.log_every) or run.agree.world == 1:
+            return None
+        busy = {"seconds": timers["total"] - timers["other"], "host": os.uname().nodename}
+        return straggler(run.agree.gather(busy))
