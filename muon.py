@@ -27,7 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from adamw8bit import AdamW8bit
 from settings import Settings
+from sharded import Layout, MuonError, exchange, local, pack, unpack, zeros_like
 
 # Five quintics, each the best for the interval that the one before it leaves; all but the last carry the paper's safety
 # factor 1.02, which is why the norm below does too. Against KELLER_JORDAN: the same FLOPs, singular values in
@@ -42,23 +44,13 @@ POLAR_EXPRESS = (
 KELLER_JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
 COEFFS = {"polar_express": POLAR_EXPRESS, "keller_jordan": KELLER_JORDAN}
 
-BUCKET = (
-    1 << 26
-)  # elements per owner and bucket: 134 MB of bf16, enough for full link speed; about four are alive
-LOCAL_BUCKET = (
-    1 << 20
-)  # where nothing is exchanged: smaller, so that momentum, update and weights stay in cache
+# Elements per owner and bucket: 134 MB of bf16, enough for full link speed; about four are alive. Where nothing is
+# exchanged a bucket is smaller, so that momentum, update and weights stay in cache.
+BUCKET, LOCAL_BUCKET = 1 << 26, 1 << 20
 # Matrices of this many elements fill the device one by one; smaller ones of a shape share batches of up to four times that,
 # as much as a CPU's cache holds (192 of 32x128: a seventh of the time of one by one).
 LARGE = {"cpu": 1 << 18, "cuda": 1 << 23}
 HALVES = 1 << 26  # FLOPs from which half a symmetric product pays for two calls and a copy
-QUANT_BLOCK = 256  # entries that share one scale in bitsandbytes' 8-bit optimizers
-
-
-class MuonError(ValueError):
-    """A parameter that no optimizer here can take, or optimizer state that does not fit the model."""
-
-    exit_code = 64
 
 
 def orthogonalize(G: Tensor, coeffs=POLAR_EXPRESS, dtype=torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -70,11 +62,10 @@ def orthogonalize(G: Tensor, coeffs=POLAR_EXPRESS, dtype=torch.bfloat16, scale: 
     X = G.to(dtype) / (1.02 * norm).clamp_min(1e-20).to(dtype)  # spectral norm <= 1
     tall = G.size(-2) > G.size(-1)
     X = X.mT.contiguous() if tall else X
-    Y, A = (
-        torch.empty_like(X),
-        X.new_empty(*X.shape[:-1], X.size(-2)),
-    )  # fresh memory costs a CPU more than the copies
-    B = torch.empty_like(A)
+    A = X.new_empty(
+        *X.shape[:-1], X.size(-2)
+    )  # kept over the iterations: page faults cost a CPU more than the copies
+    B, Y = torch.empty_like(A), torch.empty_like(X)
     mm = torch.addmm if G.ndim == 2 else torch.baddbmm
     for i, (a, b, c) in enumerate(coeffs):
         s = scale if i == len(coeffs) - 1 else 1.0
@@ -108,69 +99,6 @@ def update_scale(shape) -> float:
     return 0.2 * math.sqrt(max(shape))
 
 
-def local(t: Tensor) -> Tensor:
-    """This rank's rows, as a plain tensor that shares the storage."""
-    t = t.detach()
-    t = t.to_local() if isinstance(t, DTensor) else t
-    return getattr(t, "_tensor", t)  # torchao wraps weights that are all-gathered in float8
-
-
-def zeros_like(p: Tensor) -> Tensor:
-    """Zeros, sharded like `p`."""
-    zeros = torch.zeros_like(local(p))
-    if isinstance(p, DTensor):
-        return DTensor.from_local(
-            zeros, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-    return zeros
-
-
-class Layout:
-    """How parameters lie on the mesh: `size` ranks share the rows, `replicas` groups of them hold copies."""
-
-    def __init__(self, p: Tensor, name: str = "parameter"):
-        self.group, self.size, self.rank = None, 1, 0
-        self.replica_group, self.replicas, self.replica = None, 1, 0
-        self.device = p.device
-        if not isinstance(p, DTensor):
-            return
-        mesh = p.device_mesh
-        if (
-            mesh.device_type != p.device.type
-        ):  # cpu_offload: rows live on the host, matrices are worked on here
-            self.device = torch.device(mesh.device_type, getattr(torch, mesh.device_type).current_device())
-        for i, placement in enumerate(p.placements):
-            part = (mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i))
-            if mesh.size(i) == 1:
-                continue
-            if placement.is_replicate() and self.replicas == 1:
-                self.replica_group, self.replicas, self.replica = part
-            elif placement.is_shard(0) and self.size == 1:
-                self.group, self.size, self.rank = part
-            else:
-                raise MuonError(
-                    f"{name}: placements {p.placements} on mesh {tuple(mesh.shape)}; Muon takes rows sharded over one mesh "
-                    "dimension and copies over one more (fully_shard with a 1-D or 2-D mesh)"
-                )
-
-    def heights(self, rows: int) -> list[int]:
-        """Rows of a matrix on each rank, as torch.chunk deals them: the last ranks may hold fewer or none."""
-        each = -(-rows // self.size)
-        return [max(0, min(each, rows - each * r)) for r in range(self.size)]
-
-    @property
-    def alone(self) -> bool:
-        return self.size == self.replicas == 1
-
-
-def exchange(send: Tensor, there: list[int], here: list[int], group):
-    """Start an all-to-all: `there[r]` elements go to, `here[r]` come from each rank r.   -> (received, wait)"""
-    if group is None:
-        return send, lambda: None
-    received = send.new_empty(sum(here))
-    return received, dist.all_to_all_single(received, send, here, there, group=group, async_op=True).wait
-
-
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for whole 2-D matrices; give the rest to AdamW.
 
@@ -179,7 +107,8 @@ class Muon(torch.optim.Optimizer):
     matrix (q | k | v), each orthogonalised by itself.
 
     Build it after `fully_shard` (which replaces parameters) and after the weights are real. A gradient that is None
-    leaves its matrix alone, and must be None on every rank: `clip_grads` checks that.
+    leaves its matrix alone, and must be None on every rank: `clip_grads` checks that. `step` uses gradients up: they hold
+    the Nesterov momentum afterwards, which saves a copy of each.
 
     `watch(name, G, O)`, if set, is called by the owner of each orthogonalised block with what went in and with its
     orthogonal factor (before the scale); a block of a fused matrix is called `name[i]`.
@@ -218,9 +147,7 @@ class Muon(torch.optim.Optimizer):
                         f"{name} has {p.shape[0]} rows, its row blocks {blocks} do not add up to that"
                     )
                 self.names[p], self.blocks[p] = name, blocks
-                self.state[p]["momentum"] = zeros_like(
-                    p
-                )  # now: the same checkpoint keys on all ranks at any step
+                self.state[p]["momentum"] = zeros_like(p)  # now: the same checkpoint keys at any step
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -228,7 +155,7 @@ class Muon(torch.optim.Optimizer):
         tasks = [self._update(turn, *job) for turn, job in enumerate(self._plan())]
         for k in range(
             len(tasks) + 3
-        ):  # a bucket has four stages; the newest goes first, so that its gather is under way
+        ):  # four stages; the newest bucket first, so that its gather is under way
             for task in reversed(tasks[max(0, k - 3) : k + 1]):
                 next(task, None)
         return loss
@@ -272,14 +199,11 @@ class Muon(torch.optim.Optimizer):
         rows = [local(p) for p in params]
         grads, momenta = [local(p.grad) for p in params], [local(self.state[p]["momentum"]) for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        torch._foreach_lerp_(
-            grads, momenta, group["momentum"]
-        )  # Nesterov, in place: a copy would cost more than it
-        ahead = grads
+        torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov
         if layout.alone:
-            updates = self._orthogonalized(params, ahead)
+            updates = self._orthogonalized(params, [g.to(layout.device) for g in grads])
         else:
-            sizes = [u.numel() for u in ahead]
+            sizes = [g.numel() for g in grads]
             mine = [p for owner, p in items if owner == layout.rank]
             if turn % layout.replicas == layout.replica:
                 heights = [layout.heights(p.shape[0]) for p in mine]
@@ -290,9 +214,9 @@ class Muon(torch.optim.Optimizer):
                     sum(h[r] * p.shape[1] for h, p in zip(heights, mine, strict=True))
                     for r in range(layout.size)
                 ]
-                send = pack(ahead, self.dtype, layout.device)
+                send = pack(grads, self.dtype, layout.device)
                 received, wait = exchange(send, there, here, layout.group)
-                del ahead, send
+                del send
                 yield
                 wait()
                 wholes = self._orthogonalized(mine, unpack(received, heights, mine))
@@ -304,7 +228,6 @@ class Muon(torch.optim.Optimizer):
                 wait()
             else:
                 update = torch.empty(sum(sizes), dtype=self.dtype, device=layout.device)
-                del ahead
                 yield
                 yield
             if layout.replicas > 1:
@@ -313,12 +236,10 @@ class Muon(torch.optim.Optimizer):
                 ).wait
                 yield
                 wait()
-            if update.device != rows[0].device:
-                update = update.to(rows[0].device)
             updates = [u.view(r.shape) for u, r in zip(update.split(sizes), rows, strict=True)]
         torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
         for r, u in zip(rows, updates, strict=True):
-            r.add_(u, alpha=-group["lr"])
+            r.add_(u.to(r.device), alpha=-group["lr"])
 
     def _orthogonalized(self, params: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
         """The update of each whole matrix, by row blocks; small blocks of one shape share a batch."""
@@ -350,144 +271,6 @@ class Muon(torch.optim.Optimizer):
         parts = iter(done)
         parts = [[next(parts) for _ in self.blocks[p]] for p in params]
         return [torch.cat(part) if len(part) > 1 else part[0] for part in parts]
-
-
-def pack(tensors: list[Tensor], dtype, device) -> Tensor:
-    """One flat tensor, cast on the way."""
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=device)
-    if tensors:
-        views = [
-            v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
-        ]
-        torch._foreach_copy_(views, tensors)
-    return flat
-
-
-def unpack(received: Tensor, heights: list[list[int]], params: list[Tensor]) -> list[Tensor]:
-    """Whole matrices from what the ranks sent: rank 0's rows of each matrix, rank 1's rows of each, …"""
-    columns = [p.shape[1] for p in params]
-    ranks = range(len(heights[0]) if heights else 0)
-    parts = iter(received.split([h[r] * n for r in ranks for h, n in zip(heights, columns, strict=True)]))
-    parts = [[next(parts).view(-1, n) for n in columns] for _ in ranks]
-    return [torch.cat(rows) if len(rows) > 1 else rows[0] for rows in zip(*parts, strict=True)]
-
-
-class AdamW8bit(torch.optim.Optimizer):
-    """bitsandbytes' AdamW with 8-bit moments, on each rank's own rows (it refuses DTensors).
-
-    Moments are quantised in blocks of 256 entries of the local rows, so codes and scales fit one world size only;
-    `moments` and `set_moments` translate to and from fp32 tensors that any world size can hold. Local pieces below
-    4,096 entries keep 32-bit moments (bitsandbytes' own rule)."""
-
-    def __init__(self, params, lr=2e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        bitsandbytes = import_bitsandbytes(self.param_groups[0]["params"][0].device)
-        self.pieces = {}  # parameter -> this rank's rows as bitsandbytes' parameter; ranks without rows have none
-        groups = []
-        for group in self.param_groups:
-            mine = {p: nn.Parameter(local(p)) for p in group["params"] if local(p).numel()}
-            self.pieces.update(mine)
-            groups.append(dict(params=list(mine.values()), lr=lr, weight_decay=group["weight_decay"]))
-        self.inner = bitsandbytes.optim.AdamW8bit(
-            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
-        )
-        for i, group in enumerate(self.inner.param_groups):
-            for j, piece in enumerate(group["params"]):
-                self.inner.init_state(group, piece, i, j)  # now: the same checkpoint keys at any step
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner["lr"] = group["lr"]
-        for p, piece in self.pieces.items():
-            piece.data = local(p)  # FSDP may have moved the rows to padded storage since
-            piece.grad = None if p.grad is None else local(p.grad)
-        self.inner.step()
-        for piece in self.pieces.values():
-            piece.grad = None
-        return loss
-
-    def codes(self, p: Tensor) -> dict[str, Tensor]:
-        """This rank's live 8-bit codes and scales of `p`; empty where moments are 32-bit."""
-        state = self.inner.state[self.pieces[p]] if p in self.pieces else {}
-        quantised = state and state["state1"].dtype == torch.uint8
-        return {k: state[k] for k in ("state1", "state2", "absmax1", "absmax2")} if quantised else {}
-
-    def moments(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """exp_avg and exp_avg_sq in fp32, sharded like `p`, and the step (0-dim)."""
-        out = zeros_like(p), zeros_like(p)
-        if p not in self.pieces:
-            return *out, torch.zeros(())
-        state = self.inner.state[self.pieces[p]]
-        for i, moment in enumerate(out, 1):
-            values = state[f"state{i}"]
-            if values.dtype == torch.uint8:
-                values = dequantize(values, state[f"absmax{i}"], state[f"qmap{i}"])
-            local(moment).copy_(values)
-        return *out, torch.tensor(float(state["step"]))
-
-    @torch.no_grad()
-    def set_moments(self, p: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, codes: dict | None):
-        """Restore: from `codes` (exact) where given, else from the fp32 moments (to the quantiser's error)."""
-        if p not in self.pieces:
-            return
-        state = self.inner.state[self.pieces[p]]
-        state["step"] = int(step)
-        mine = self.codes(p)
-        if mine and codes is not None:
-            for key, tensor in mine.items():
-                tensor.copy_(codes[key])
-            return
-        for i, moment in enumerate((exp_avg, exp_avg_sq), 1):
-            values = local(moment)
-            if mine:
-                quantised, scales = quantize(values, state[f"qmap{i}"])
-                state[f"absmax{i}"].copy_(scales)
-                values = quantised
-            state[f"state{i}"].copy_(values)
-
-
-def dequantize(codes: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """fp32 values of bitsandbytes' block-wise codes; `code` (256,) are the values of the codes, ascending."""
-    values = code[codes.int()].flatten()
-    return values.mul_(scales.repeat_interleave(QUANT_BLOCK)[: values.numel()]).view(codes.shape)
-
-
-def quantize(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `dequantize`: the codes come back equal.   -> (codes, scales)
-
-    bitsandbytes' own quantiser would not do: its signed code ends at -0.993 but it scales by the largest magnitude, so a
-    block whose largest entry is negative would shrink by 0.7 % in each round trip.
-    """
-    n = values.numel()
-    blocks = torch.nn.functional.pad(values.float().flatten(), (0, -n % QUANT_BLOCK)).view(-1, QUANT_BLOCK)
-    scales = blocks.amax(1) / code[-1]
-    if code[0] < 0:
-        scales = torch.maximum(scales, blocks.amin(1) / code[0])
-    scales = scales.clamp_min(0)
-    middle = (code[1:] + code[:-1]) / 2
-    codes = torch.bucketize(blocks / torch.where(scales > 0, scales, 1)[:, None], middle, out_int32=True)
-    return codes.flatten()[:n].view(values.shape).to(torch.uint8), scales
-
-
-def import_bitsandbytes(device: torch.device):
-    """bitsandbytes, after one 8-bit step has worked on `device`."""
-    try:
-        import bitsandbytes
-
-        probe = nn.Parameter(torch.ones(4096, device=device))
-        probe.grad = torch.ones_like(probe)
-        bitsandbytes.optim.AdamW8bit([probe], lr=0.5, weight_decay=0.0).step()
-        moved = probe.detach().mean().item()
-        if abs(moved - 0.5) > 0.1:
-            raise RuntimeError(f"a test step moved a weight from 1 to {moved:.3f}, not to 0.5")
-        return bitsandbytes
-    except Exception as e:
-        raise MuonError(
-            f'adamw="8bit" needs bitsandbytes, which does not work here on {device}: {type(e).__name__}: {e}. '
-            'Install it (pip install bitsandbytes), or set adamw="fp32"'
-        ) from e
 
 
 # Which parameter goes where: the first rule that fits. (class, endings of the name, optimizer, weight decay)
@@ -532,12 +315,10 @@ def build_optimizers(model: nn.Module, settings: Settings, row_blocks: dict, log
         raise MuonError(
             f"the model has no {'AdamW parameters' if muon_params else 'block matrices for Muon'}"
         )
-    s = settings
-    if s.muon_split_heads:
-        row_blocks = {n: split_heads(heights, s.head_dim) for n, heights in row_blocks.items()}
     unknown = set(row_blocks) - {n for n, _ in muon_params}
     if unknown:
         raise MuonError(f"row blocks of {sorted(unknown)}, which are no block matrices of the model")
+    s = settings
     muon = Muon(muon_params, s.muon_lr, s.muon_momentum, s.weight_decay, row_blocks, COEFFS[s.muon_coeffs])
     groups = [
         dict(params=params, weight_decay=s.weight_decay if decay else 0.0)
@@ -559,13 +340,6 @@ def build_optimizers(model: nn.Module, settings: Settings, row_blocks: dict, log
         lr, wd = s.muon_lr if optimizer == "muon" else s.lr, s.weight_decay if decay else 0.0
         log(f"{kind:18}{label:12}{tensors:8d}{elements:16,d}{lr:10.2g}{wd:8.2g}")
     return [muon, adamw]
-
-
-def split_heads(heights: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
-    """Row blocks of q | k | v, cut into heads."""
-    if any(h % head_dim for h in heights):
-        raise MuonError(f"muon_split_heads: row blocks {heights} are not multiples of head_dim {head_dim}")
-    return tuple(head_dim for h in heights for _ in range(h // head_dim))
 
 
 def set_rates(optimizers: list, muon_lr: float, lr: float, momentum: float):
