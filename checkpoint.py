@@ -102,7 +102,8 @@ def patiently(function, agree):
         thread.start()
         thread.join(1.0)
     while agree.broadcast(thread.is_alive()):
-        thread.join(5.0)
+        if agree.rank == 0:
+            thread.join(5.0)
     agree.verdict(box.get("error"), "checkpoint")
     return agree.broadcast(box.get("value", False))
 

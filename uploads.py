@@ -104,8 +104,12 @@ class Uploads:
                         continue
                     self.failures += 1
                     self.log(f"UPLOAD FAILED, number {self.failures}: {prefix}: {type(e).__name__}: {e}")
-                    if self.pending.get(prefix) == (folder, kind):  # behind the others, if there are any
-                        self.pending[prefix] = self.pending.pop(prefix)
+                    self.pending.pop(prefix, None)
+                    if kind in ("milestone", "final") or kind not in [k for _, k in self.pending.values()]:
+                        self.pending[prefix] = (
+                            folder,
+                            kind,
+                        )  # behind the others; not if a newer one of its kind waits
                     if self.deadline is not None and time.monotonic() > self.deadline:
                         return
                     left = pause if self.deadline is None else self.deadline - time.monotonic()
@@ -113,15 +117,15 @@ class Uploads:
                     pause = min(2 * pause, self.RETRY[1])
                 continue
             pause = self.RETRY[0]
-            with self.changed:
-                self.active = None
-                self.pending.pop(prefix, None)
-                self.receipts[prefix] = receipt
-                self.changed.notify_all()
+            self.receipts[prefix] = receipt
             try:
                 write_text(self.record, to_json(self.receipts, "published.json"))
             except (OSError, CheckpointError) as e:
                 self.log(f"{self.record}: {e}")
+            with self.changed:
+                self.active = None
+                self.pending.pop(prefix, None)
+                self.changed.notify_all()
 
     def _upload(self, prefix: str, folder: str, kind: str) -> dict:
         """Upload a folder, see that the Hub has what its manifest says, then rotate there."""
@@ -130,7 +134,7 @@ class Uploads:
             raise CheckpointError(
                 f"another process publishes run {self.run_id} too (it wrote {sorted(mine - self.known)}): stop one"
             )
-        self.known = mine
+        self.known = mine | {prefix.rpartition("/")[2]}  # a failed attempt may have got there all the same
         manifest = read_manifest(folder)
         began = time.monotonic()
         receipt = self.publisher.upload(folder, prefix)
@@ -145,9 +149,6 @@ class Uploads:
                     f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
                 )
         self.log(f"{prefix} is on the Hub, verified ({time.monotonic() - began:.0f} s)")
-        name = os.path.basename(folder)
-        if prefix == f"{self.run_id}/{name}":
-            self.known.add(name)
         if kind in ROTATED:
             old = [n for n in published(self.publisher, self.run_id) if NAME.fullmatch(n)[2] == kind]
             for stale in old[: -self.keep]:

@@ -1,0 +1,248 @@
+"""The queue to the Hub, with a Hub in memory: training never waits, nothing local is lost, only own names are touched.
+
+The real client against the fake server is in test_publish.py.
+"""
+
+import json
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from checkpoint_tools import MemoryHub, all_bits, open_folder, state_for
+from test_checkpoint import damage, names_in
+from workers import run
+
+import checkpoint
+import uploads
+from checkpoint import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    """Tries again after milliseconds, in a one-rank process group."""
+    monkeypatch.setattr(uploads.Uploads, "RETRY", (0.01, 0.02))
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        dist.destroy_process_group()
+
+
+def save(c, *steps, kind="latest"):
+    for step in steps:
+        c.save(step, kind, *state_for(0, 1, seed=step % 20), {"step": step, "config": {}}, wait=True)
+
+
+def idle(c, seconds=10):
+    """Wait until the queue is empty."""
+    end = time.monotonic() + seconds
+    while c.uploads.pending and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not c.uploads.pending
+
+
+def on_hub(hub, run_id) -> list[str]:
+    return sorted({k.split("/")[1] for k in hub.files if k.startswith(run_id + "/")})
+
+
+def test_what_is_saved_gets_to_the_hub_and_old_ones_go_there_too(tmp_path):
+    """Verified, with receipts on disk; keep-last-2 per kind; other runs' and other people's files are not touched."""
+    hub = MemoryHub()
+    foreign = ["README.md", "other/step-00000001-latest-0001/manifest.json", "old/ckpt_s0001.model.pt"]
+    hub.files = {k: b"theirs" for k in foreign}
+    c, lines = open_folder(tmp_path, publisher=hub)
+    for step in range(1, 5):
+        for kind in ("latest", "milestone"):
+            save(c, step, kind=kind)
+            idle(c)
+    save(c, 5, kind="final")
+    assert c.close(timeout=10) == []
+    kept = [(n.split("-")[2], int(n.split("-")[1])) for n in on_hub(hub, c.run_id)]
+    assert sorted(kept) == [("final", 5), ("latest", 3), ("latest", 4), ("milestone", 3), ("milestone", 4)]
+    assert all(hub.files[k] == b"theirs" for k in foreign)
+    receipts = json.loads((tmp_path / "published.json").read_text())
+    assert len(receipts) == 9 and all("commit" in r for r in receipts.values())
+    assert sum("verified" in line for line in lines) == 9
+
+
+def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(tmp_path):
+    """The Hub hangs in its first upload: saves go on; of those that wait, only the newest `latest` is sent, but every
+    milestone is."""
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path, publisher=hub)
+    hub.gate.clear()
+    began = time.monotonic()
+    save(c, 1)
+    save(c, 2, 3)
+    save(c, 4, 5, kind="milestone")
+    save(c, 6)
+    assert time.monotonic() - began < 20 and len(c.poll()) == 6
+    assert (tmp_path / "step-00000001-latest-0001").exists()  # being uploaded: not rotated
+    hub.gate.set()
+    assert c.close(timeout=10) == []
+    sent = [int(call.split("step-")[1].split("-")[0]) for call in hub.calls if call.startswith("upload")]
+    assert sent == [1, 4, 5, 6]
+
+
+def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(tmp_path):
+    hub = MemoryHub()
+    hub.failing = 3
+    c, lines = open_folder(tmp_path, publisher=hub, keep=1)
+    save(c, 1, kind="milestone")
+    idle(c)
+    assert c.uploads.failures == 3 and sum("UPLOAD FAILED" in line for line in lines) == 3
+    hub.failing = 10**9
+    save(c, 2, 3, kind="final")
+    began = time.monotonic()
+    left = c.close(timeout=0.3)
+    assert (
+        time.monotonic() - began < 10 and len(left) == 2 and any("NOT on the Hub" in line for line in lines)
+    )
+    assert len(names_in(tmp_path)) == 3
+    hub.failing = 0
+    c, _ = open_folder(tmp_path, publisher=hub, keep=1)  # the next launch sends what this one could not
+    assert c.close(timeout=10) == []
+    assert len(on_hub(hub, c.run_id)) == 3
+
+
+def test_local_rotation_waits_for_the_hub_but_not_for_ever(tmp_path):
+    """While the Hub has nothing of a kind, keep + 2 local checkpoints of it stay; with a newer one there, keep do."""
+    hub = MemoryHub()
+    hub.failing = 10**9
+    c, lines = open_folder(tmp_path, publisher=hub, keep=1)
+    save(c, *range(1, 8), kind="milestone")
+    assert [int(n.split("-")[1]) for n in names_in(tmp_path)] == [5, 6, 7]
+    assert any("although the Hub has no copy" in line for line in lines)
+    hub.failing = 0
+    idle(c)
+    save(c, 8, kind="milestone")
+    assert [int(n.split("-")[1]) for n in names_in(tmp_path)][-1] == 8 and len(names_in(tmp_path)) <= 2
+    c.close(timeout=10)
+
+
+def test_a_hub_that_stores_something_else_is_not_believed(tmp_path):
+    """One wrong byte there: no receipt, nothing is deleted in trust of it, and the upload is repeated."""
+    hub = MemoryHub()
+    hub.corrupt = True
+    c, lines = open_folder(tmp_path, publisher=hub, keep=1)
+    save(c, 1, 2)
+    while c.uploads.failures < 2:
+        time.sleep(0.01)
+    assert not c.uploads.receipts and len(names_in(tmp_path)) == 2
+    assert any("differs" in line for line in lines)
+    hub.corrupt = False
+    assert c.close(timeout=10) == [] and c.uploads.receipts
+
+
+def test_a_second_process_that_publishes_the_same_run_is_noticed(tmp_path):
+    hub = MemoryHub()
+    c, lines = open_folder(tmp_path, publisher=hub)
+    save(c, 1)
+    idle(c)
+    hub.files[f"{c.run_id}/step-00000009-latest-0009/manifest.json"] = b"{}"
+    save(c, 2)
+    while not c.uploads.failures:
+        time.sleep(0.01)
+    assert any("another process publishes run" in line for line in lines)
+    assert c.close(timeout=0.1)
+
+
+def test_a_run_whose_local_files_are_gone_resumes_from_the_hub(tmp_path):
+    """Found by the folder's name; a damaged newest there falls back to the one before; bits are the saved ones."""
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path / "a" / "nova" / "checkpoints", publisher=hub, keep=3)
+    for step in (1, 2, 3):
+        save(c, step)
+        idle(c)
+    c.close()
+    victim = next(k for k in sorted(hub.files) if "00000003" in k and k.endswith("safetensors"))
+    hub.files[victim] = hub.files[victim][:-1] + b"?"
+    again, lines = open_folder(tmp_path / "b" / "nova" / "checkpoints", publisher=hub, keep=3)
+    assert again.run_id == c.run_id and any("nothing local" in line for line in lines)
+    path = again.newest()
+    assert "00000002" in path and any("DAMAGED CHECKPOINT on the Hub" in line for line in lines)
+    shared, own = state_for(0, 1, seed=19)
+    assert again.load(path, shared, own)[0]["step"] == 2
+    assert all_bits(shared) == all_bits(state_for(0, 1, seed=2)[0])
+    save(again, 4)
+    assert names_in(tmp_path / "b" / "nova" / "checkpoints")[-1].endswith("-0004")  # no serial number twice
+    again.close(timeout=10)
+    other, _ = open_folder(tmp_path / "c" / "different" / "checkpoints", publisher=hub)
+    assert other.run_id != c.run_id and other.newest() is None
+    other.close()
+    new, _ = open_folder(tmp_path / "d" / "nova" / "checkpoints", publisher=hub, resume="never")
+    assert new.run_id != c.run_id and new.newest() is None
+    new.close()
+
+
+def test_a_local_checkpoint_is_preferred_and_a_damaged_one_is_replaced_from_the_hub(tmp_path):
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path, publisher=hub)
+    save(c, 1)
+    assert c.close(timeout=10) == []
+    c, _ = open_folder(tmp_path, publisher=hub)
+    assert c.newest() and not any(call.startswith("download") for call in hub.calls)
+    c.close()
+    damage(str(tmp_path / names_in(tmp_path)[0]), random.Random(1))
+    c, lines = open_folder(tmp_path, publisher=hub)
+    checkpoint.verify(c.newest())
+    assert any("downloading" in line for line in lines)
+    assert any(n.startswith("damaged-") for n in os.listdir(tmp_path))
+    c.close()
+
+
+def test_a_hub_that_does_not_answer_at_the_start_is_not_a_fresh_start(tmp_path):
+    """Whether there is a checkpoint is unknown then: the run stops."""
+
+    class Dead(MemoryHub):
+        def list(self, prefix=""):
+            raise OSError("no route to the Hub")
+
+    with pytest.raises((CheckpointError, OSError), match="no route"):
+        open_folder(tmp_path, publisher=Dead())
+    c, _ = open_folder(tmp_path, publisher=Dead(), resume="never")
+    assert c.newest() is None
+    c.close()
+
+
+def test_an_export_is_published_beside_its_report(tmp_path):
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path / "checkpoints", publisher=hub)
+    shared, _ = state_for(0, 1)
+    folder = str(tmp_path / "export")
+    checkpoint.export(folder, {"a": shared["model.a"]}, {"d": 1}, c.agree)
+    (tmp_path / "export" / "report.json").write_text("{}")
+    c.publish(folder, "export")
+    assert c.close(timeout=10) == []
+    assert {k for k in hub.files if k.startswith("export/")} == {
+        f"export/{n}" for n in ("model.safetensors", "config.json", "manifest.json", "report.json")
+    }
+
+
+def two_ranks_scenario(rank, world, folder):
+    """Rank 0 uploads; close and resume are agreed. The hub lives in rank 0's memory only."""
+    hub = MemoryHub()
+    c, lines = open_folder(folder, rank, world, publisher=hub)
+    assert (c.uploads is None) == (rank > 0)
+    c.save(1, "latest", *state_for(rank, world, seed=1), {"step": 1}, wait=True)
+    threading.Timer(1.5, hub.gate.set).start()
+    hub.gate.clear()
+    left = c.close(timeout=20)
+    if rank == 0:
+        os.rename(folder, folder + ".gone")
+    dist.barrier()
+    c, _ = open_folder(folder, rank, world, publisher=hub)
+    shared, own = state_for(rank, world, seed=5)
+    state, own_loaded = c.load(c.newest(), shared, own)
+    same = all_bits(shared) == all_bits(state_for(rank, world, seed=1)[0])
+    c.close()
+    return left, state, own_loaded, same
+
+
+def test_two_ranks_close_and_resume_from_the_hub_together(tmp_path):
+    answers = run(two_ranks_scenario, world=2, folder=str(tmp_path / "nova"))
+    assert answers == [[[], {"step": 1}, True, True]] * 2 or answers == [([], {"step": 1}, True, True)] * 2
