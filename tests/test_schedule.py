@@ -318,3 +318,35 @@ def test_on_other_hardware_a_resume_scales_the_pace_that_it_remembers():
     other = Budget(s, 0.0, world=4)
     other.load_state(budget.state())
     assert other.pace() == 2.0
+
+
+def test_pauses_are_planned_before_they_happen():
+    """The steps that fit into an hour: by counting step for step what falls due, and by the budget's formula."""
+    s = long_settings(max_hours=1.0, eval_every=50, ckpt_every=100, save_minutes=0.0)
+    budget = Budget(s, 0.0)
+    for _ in range(20):
+        budget.stepped(1.0)
+    budget.paused("evaluation", 10.0)
+    budget.saved({"pause": 20.0, "seconds": 30.0})
+    clock = end = 0
+    while clock < 3600:  # a best checkpoint at every other evaluation
+        end += 1
+        clock += 1 + (10 + 20 / 2) * (end % 50 == 0) + 20 * (end % 100 == 0)
+    assert abs(budget.affordable(0, 3600, 100_000) - end) <= 50
+
+
+def test_the_last_step_is_never_disturbed():
+    """It runs at the floor, whatever the clock says: an event there would be one step too many."""
+    s = long_settings(max_hours=0.01)
+    budget = Budget(s, 0.0)
+    for _ in range(20):
+        budget.stepped(1.0)
+    assert budget.decide(99, 1e6, Horizon(10, 100)) is None
+    assert budget.decide(98, 1e6, Horizon(10, 100)).horizon.end_step == 99
+
+
+def test_a_launch_that_finds_its_budget_used_up_ends_before_it_has_measured_anything():
+    s = long_settings(max_hours=0.01)
+    event = Budget(s, launched=50.0, used=36.0).decide(7, 51.0, first_horizon(s))
+    assert event.horizon == Horizon(7, 8) and "max_hours" in event.reason
+    assert Budget(s, launched=50.0, used=0.0).decide(7, 51.0, first_horizon(s)) is None
