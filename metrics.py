@@ -32,6 +32,7 @@ metrics.jsonl: one strict JSON object a line (a number that is not finite is nul
 All rows also carry "step" and "time" (unix seconds).
 """
 
+import functools
 import importlib
 import json
 import math
@@ -99,6 +100,13 @@ def device_peak(device) -> tuple[float | None, str]:
         name = torch.cuda.get_device_name(device)
         known = [n for n in PEAKS if n in name]
         return (PEAKS[max(known, key=len)], name) if known else (None, f"{name}: peak unknown, MFU n/a")
+    threads = torch.get_num_threads()
+    return cpu_peak(threads), f"CPU, {threads} threads, fastest matmul measured"
+
+
+@functools.cache
+def cpu_peak(threads: int) -> float:
+    """FLOP/s of the fastest 768-wide matmul, bf16 or fp32, in 0.2 s of each."""
     best = 0.0
     for dtype in (torch.bfloat16, torch.float32):
         a = torch.ones(768, 768, dtype=dtype)
@@ -108,7 +116,7 @@ def device_peak(device) -> tuple[float | None, str]:
             t0 = time.perf_counter()
             a @ a
             best = max(best, 2 * 768**3 / (time.perf_counter() - t0))
-    return best, f"CPU, {torch.get_num_threads()} threads, fastest matmul measured"
+    return best
 
 
 class StepTimer:
@@ -228,7 +236,9 @@ class Metrics:
         self.time = dict.fromkeys((*PARTS, "evaluation", "save", "start-up"), 0.0)  # seconds of all launches
         self.best: dict | None = None
         self.last_evaluation: dict | None = None
-        self.window: dict[str, float] = {}  # since the last console lines: seconds by part, "total", "tokens"
+        self.window: dict[
+            str, float
+        ] = {}  # since the last console lines: seconds by part, "total", "tokens", "steps"
         self.baseline = memory(device)[
             "now"
         ]  # GB before the model: a CPU's resident memory holds Python and torch, too
@@ -302,7 +312,7 @@ class Metrics:
         seconds, flops = timers["total"], self.flops_per_token(ctx)
         for part in PARTS:
             self.time[part] += timers.get(part, 0.0)
-        for name, value in {**timers, "tokens": tokens}.items():
+        for name, value in {**timers, "tokens": tokens, "steps": 1}.items():
             self.window[name] = self.window.get(name, 0.0) + value
         for name, value in (("seconds", seconds), ("tokens", tokens), ("flops", tokens * (flops or 0))):
             self.trained[name] += value
@@ -350,8 +360,8 @@ class Metrics:
         mean = statistics.fmean(self.losses) if self.losses else math.nan
         left = "" if hours_left is None else f" | {hours_left:.2f}h left"
         mfu = "n/a" if speed["mfu"] is None else f"{100 * speed['mfu']:.1f} %"
-        total, tokens = self.window["total"] or 1e-9, row["tokens"] - self.tokens + self.window["tokens"]
-        pace = total * self.settings.tokens_per_step / max(1, tokens)
+        total = self.window["total"] or 1e-9
+        pace = total / self.window["steps"]
         split = "  ".join(
             f"{name} {100 * self.window.get(part, 0.0) / total:.0f}"
             for name, part in zip(("data", "fwd+bwd", "optimizer", "other"), PARTS, strict=True)

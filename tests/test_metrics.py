@@ -1,0 +1,382 @@
+"""metrics.py and watch.py: true numbers, a file that survives kills and resumes, and warnings about a sick run."""
+
+import json
+import math
+import os
+import sys
+import types
+
+import pytest
+import torch
+from conftest import tiny_settings
+
+import metrics
+import watch
+from metrics import LossMeter, Metrics, MetricsError, StepTimer, device_peak, draw, read_rows, time_used
+from schedule import Event, Horizon
+
+
+class Clock:
+    """Monotonic seconds that only move when told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(tmp_path, clock=None, log=None, **changes):
+    world = changes.pop("world", 2)
+    s = tiny_settings(**{"log_every": 5, **changes})
+    m = Metrics(
+        s, str(tmp_path), world, "cpu", lambda ctx: 1e6, log or (lambda text: None), clock=clock or Clock()
+    )
+    m.peak = 1e9  # FLOP/s of one device, so that MFU can be computed by hand
+    return m
+
+
+def take_steps(m, first, last, clock=None, loss=2.0, seconds=0.5, tokens=100, **more):
+    for step in range(first, last + 1):
+        if clock:
+            clock.now += seconds
+        timers = {"data": 0.1 * seconds, "forward_backward": 0.6 * seconds, "optimizer": 0.2 * seconds,
+                  "other": 0.1 * seconds, "total": seconds}  # fmt: skip
+        m.step(step, loss, {"code": loss, "math": loss}, 1.0, (4e-4, 2e-4, 0.95), 64, tokens, timers,
+               {"code": 0.5, "math": 0.1}, **more)  # fmt: skip
+
+
+# --- speed and time --------------------------------------------------------------------------------------------
+
+
+def test_speed_is_per_training_second_and_pauses_count_in_the_total(tmp_path):
+    """100 tokens in 0.5 s on 2 GPUs of 1 GFLOP/s at 1 MFLOP a token: 200 tok/s, 100 per GPU, 10 % MFU."""
+    clock, lines = Clock(), []
+    m = make(tmp_path, clock, lines.append)
+    clock.now += 30  # start-up
+    m.launch(0)
+    take_steps(m, 1, 10, clock)
+    clock.now += 60
+    m.evaluation(10, 1.5, {"code": 1.0, "math": 2.0}, None, seconds=60.0)
+    clock.now += 20
+    m.save(10, "latest", {"bytes": 5, "seconds": 40.0, "pause": 20.0})
+    take_steps(m, 11, 20, clock)
+    report = m.report()
+    assert report["tokens_per_second"] == pytest.approx(200)
+    assert report["tokens_per_second_per_gpu"] == pytest.approx(100)
+    assert report["mfu"] == pytest.approx(0.1)
+    rows = [r for r in read_rows(m.path) if r["kind"] == "step"]
+    assert all(r["mfu"] == pytest.approx(0.1) for r in rows)
+    parts = report["seconds_by_part"]
+    assert parts["evaluation"] == 60 and parts["save"] == 20 and parts["start-up"] == 30
+    assert parts["forward_backward"] == pytest.approx(6) and parts["data"] == pytest.approx(1)
+    assert report["elapsed_h"] * 3600 == pytest.approx(30 + 10 + 80) == pytest.approx(sum(parts.values()))
+    speeds = [line for line in lines if "tok/s" in line]
+    assert len(speeds) == 5 and all("200 tok/s" in line and "MFU 10.0 %" in line for line in speeds)
+
+
+def test_console_lines_have_the_seeds_figures_and_ours(tmp_path):
+    clock, lines = Clock(), []
+    m = make(tmp_path, clock, lines.append)
+    m.launch(0)
+    take_steps(m, 1, 5, clock, hours_left=1.25)
+    text = "\n".join(lines[-4:])
+    for figure in ("step 000005/20", "ctx 64", "1.25h left", "ETA 8s", "loss 2.0000", "avg50 2.0000", "ppl 7.4", "mlr 4.00e-04",
+                   "alr 2.00e-04", "grad 1.000", "200 tok/s", "100/GPU", "0.50s/step", "fwd+bwd 60", "optimizer 20", "mem ",
+                   "code 2.0000 (epoch 0.50)"):  # fmt: skip
+        assert figure in text, (figure, text)
+
+
+def test_eta_follows_a_moved_horizon_and_includes_pauses(tmp_path):
+    clock = Clock()
+    m = make(tmp_path, clock, total_steps=100)
+    m.launch(0)
+    take_steps(m, 1, 10, clock)
+    assert m.eta(10) == pytest.approx(45)
+    m.evaluation(10, 1.5, {}, None, seconds=5.0)  # as long as the ten steps took
+    assert m.eta(10) == pytest.approx(90)
+    m.event(Event("horizon", 10, "max_hours end before", Horizon(10, 20)))
+    assert m.eta(10) == pytest.approx(10)
+    assert [r for r in read_rows(m.path) if r["kind"] == "event"][0]["end_step"] == 20
+
+
+def test_the_step_timer_adds_up():
+    timer = StepTimer("cpu")
+    timer.start()
+    for part in ("data", "forward_backward", "data", "forward_backward", "optimizer"):
+        torch.ones(50_000).cumsum(0)
+        timer.mark(part)
+    parts = timer.read()
+    assert sum(v for k, v in parts.items() if k != "total") == pytest.approx(parts["total"], rel=1e-6)
+    assert parts["data"] > 0 and parts["optimizer"] > 0 and parts["other"] >= 0
+
+
+def test_loss_meter_weighs_tokens_not_rows_or_micro_steps():
+    """Against a plain sum over all valid tokens, in float64."""
+    torch.manual_seed(0)
+    meter, all_losses, by_domain = LossMeter(["a", "b", "c"], "cpu"), [], {0: [], 2: []}
+    for _ in range(3):
+        targets = torch.randint(-1, 3, (4, 16))
+        loss = torch.rand(4, 16) * (targets >= 0)
+        domain = torch.tensor([0, 2, 2, 0])
+        meter.add(loss, targets, domain)
+        all_losses.append(loss[targets >= 0].double())
+        for d in by_domain:
+            by_domain[d].append(loss[domain == d][targets[domain == d] >= 0].double())
+    mean, means, count = meter.read()
+    assert mean == pytest.approx(torch.cat(all_losses).mean().item(), rel=1e-12)
+    assert means == pytest.approx(
+        {"abc"[d]: torch.cat(v).mean().item() for d, v in by_domain.items()}, rel=1e-6
+    )
+    assert count == torch.cat(all_losses).numel()
+    assert meter.read()[2] == 0  # emptied
+
+
+def test_loss_meter_is_global_over_ranks():
+    other = torch.tensor([[30.0, 0.0], [10.0, 0.0]], dtype=torch.float64)
+    meter = LossMeter(["a", "b"], "cpu")
+    meter.add(torch.ones(1, 10), torch.zeros(1, 10, dtype=torch.int64), torch.tensor([0]))
+    mean, means, count = meter.read(lambda t: t.add_(other))
+    assert (mean, means, count) == (2.0, {"a": 2.0}, 20)
+
+
+def test_peaks(monkeypatch):
+    """Data sheets by device name, n/a for an unknown one, measured on a CPU."""
+    for name, peak in (
+        ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12), ("NVIDIA GB200", 2500e12), ("Cerebras", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert device_peak("cuda:0")[0] == peak
+    peak, how = device_peak("cpu")
+    assert 1e9 < peak < 1e14 and "measured" in how
+
+
+def test_an_unknown_peak_is_na(tmp_path):
+    lines = []
+    m = make(tmp_path, log=lines.append)
+    m.peak = None
+    m.launch(0)
+    take_steps(m, 1, 5)
+    assert any("MFU n/a" in line for line in lines) and m.report()["mfu"] is None
+
+
+# --- the file ----------------------------------------------------------------------------------------------------
+
+
+def strict_rows(path):
+    def refuse(constant):
+        raise ValueError(constant)
+
+    with open(path) as f:
+        return [json.loads(line, parse_constant=refuse) for line in f]
+
+
+def test_rows_are_strict_json_even_when_the_loss_is_not_finite(tmp_path):
+    m = make(tmp_path)
+    m.launch(0)
+    take_steps(m, 1, 1)
+    take_steps(m, 2, 2, loss=math.nan, bad=True)
+    take_steps(m, 3, 3, loss=math.inf)
+    rows = [r for r in strict_rows(m.path) if r["kind"] == "step"]
+    assert [r["loss"] for r in rows] == [2.0, None, None] and [r["bad"] for r in rows] == [False, True, False]
+    report = m.report()
+    assert report["bad_steps"] == 1 and report["train_loss"] == 2.0
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda c: pytest.fail(c))
+
+
+def test_a_resume_continues_the_file_without_duplicate_or_lost_steps(tmp_path):
+    """Killed at step 9, a torn line at the end, resumed from a checkpoint at step 6."""
+    clock = Clock()
+    m = make(tmp_path, clock)
+    m.launch(0)
+    take_steps(m, 1, 6, clock)
+    m.evaluation(6, 1.5, {"code": 1.5}, None, 2.0)
+    state = json.loads(json.dumps(m.state()))
+    take_steps(m, 7, 9, clock)
+    m.evaluation(9, 1.0, {"code": 1.0}, None, 2.0)
+    with open(m.path, "a") as f:
+        f.write('{"kind": "step", "step": 10, "lo')
+    again = make(tmp_path, clock)
+    again.load_state(state)
+    again.launch(6)
+    take_steps(again, 7, 12, clock)
+    rows = strict_rows(again.path)
+    assert [r["step"] for r in rows if r["kind"] == "step"] == list(range(1, 13))
+    assert [r["tokens"] for r in rows if r["kind"] == "step"] == [100 * i for i in range(1, 13)]
+    assert [r["step"] for r in rows if r["kind"] == "evaluation"] == [6]
+    report = again.report()
+    assert report["restarts"] == 1 and report["best_val"] == 1.5 and report["tokens_seen"] == 1200
+
+
+def test_time_used_survives_a_kill_and_counts_every_launch(tmp_path):
+    clock = Clock()
+    m = make(tmp_path, clock)
+    m.launch(0)
+    take_steps(m, 1, 40, clock)  # 20 s, then killed: nothing is called any more
+    seconds, launches = time_used(str(tmp_path))
+    assert launches == 1 and 20 - metrics.JOURNAL_SECONDS - 0.5 <= seconds <= 20
+    again = make(tmp_path, clock)
+    again.launch(0)
+    take_steps(again, 1, 40, clock)
+    assert again.used() == pytest.approx(seconds + 20) and again.restarts == 1
+    fresh = make(tmp_path, clock, resume="never")
+    assert fresh.used() == 0 and fresh.restarts == 0
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    s = tiny_settings()
+    m = Metrics(s, str(tmp_path / "out"), 2, "cpu", 1e6, log=lambda t: pytest.fail(t), main=False)
+    m.launch(0)
+    take_steps(m, 1, 10)
+    m.evaluation(10, 1.0, {"code": 1.0})
+    m.save(10, "latest", {"pause": 0.1})
+    m.sample(10, "text")
+    m.report()
+    assert not os.path.exists(tmp_path / "out") and m.best == {"step": 10, "loss": 1.0}
+
+
+def test_the_report_has_the_seeds_fields_and_ours(tmp_path):
+    lines = []
+    m = make(tmp_path, log=lines.append)
+    m.launch(0)
+    take_steps(m, 1, 5)
+    m.evaluation(5, 1.25, {"code": 1.0, "math": 1.5}, 1.8, 1.0)
+    m.report(
+        status="done", fp8=False, compile=True, optimizer="Muon+AdamW", model="Nova", bigram_baseline=2.4
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    seed = "step train_loss val_loss val_ppl best_val elapsed_h tokens_seen gpus fp8 compile optimizer model hardware"
+    ours = "seconds_by_part mfu memory_peak_gb restarts bad_steps bits_per_byte bigram_baseline val_loss_by_domain status"
+    assert not set(f"{seed} {ours}".split()) - set(report)
+    assert report["val_ppl"] == pytest.approx(math.exp(1.25)) and report["best_step"] == 5
+    table = "\n".join(lines)
+    assert "val_loss" in table and "1.2500" in table and "bigram_baseline" in table
+
+
+# --- trackers and the picture ------------------------------------------------------------------------------------
+
+
+def test_a_tracker_is_imported_on_use_and_gets_the_numbers(tmp_path, monkeypatch):
+    sent, calls = [], []
+    fake = types.ModuleType("trackio")
+    fake.init = lambda **kw: calls.append(kw)
+    fake.log = lambda values, step=None: sent.append((step, values))
+    fake.finish = lambda: calls.append("finish")
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    m = make(tmp_path, tracker="trackio")
+    m.launch(0)
+    take_steps(m, 1, 3)
+    m.evaluation(3, 1.0, {"code": 1.0})
+    m.report()
+    assert [step for step, _ in sent][:4] == [1, 2, 3, 3] and sent[0][1]["loss"] == 2.0
+    assert sent[3][1]["val_loss"] == 1.0 and calls[0]["config"]["d_model"] == 64 and calls[-1] == "finish"
+
+
+def test_a_missing_tracker_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MetricsError, match="pip install wandb, or --tracker=none") as error:
+        make(tmp_path, tracker="wandb")
+    assert error.value.exit_code == 64
+
+
+def test_without_matplotlib_one_line_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    lines = []
+    m = make(tmp_path, log=lines.append)
+    m.launch(0)
+    take_steps(m, 1, 5)
+    m.evaluation(5, 1.0, {"code": 1.0})
+    m.evaluation(5, 1.0, {"code": 1.0})
+    m.report()
+    assert sum("pip install matplotlib" in line for line in lines) == 1
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="loss.png was not drawn: matplotlib is not installed")
+    m = make(tmp_path)
+    m.launch(0)
+    take_steps(m, 1, 30)
+    m.evaluation(30, 1.0, {"code": 1.0, "math": 1.2})
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    draw({"one": read_rows(m.path), "two": read_rows(m.path), "empty": []}, str(tmp_path / "curves.png"))
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_smooth_is_a_trailing_mean():
+    assert metrics.smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
+# --- watch.py ------------------------------------------------------------------------------------------------------
+
+
+def toy():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(8, 8, bias=False) for n in ("good", "frozen", "dead")})
+    x = torch.randn(4, 8)
+    return model, lambda: model["frozen"](model["good"](x)).square().mean()
+
+
+@torch.no_grad()
+def descend(parameters):
+    for p in parameters:
+        p -= 0.1 * p.grad
+
+
+def test_frozen_and_dead_parameters_are_named():
+    model, loss = toy()
+    movement = watch.Movement(model.named_parameters())
+    for _ in range(3):
+        loss().backward()
+        movement.saw_gradients()
+        descend([model["good"].weight])
+        model.zero_grad(set_to_none=True)
+    frozen, dead = movement.report()
+    assert "FROZEN: frozen.weight" in frozen and "DEAD: dead.weight" in dead
+    assert "good" not in frozen + dead
+
+
+def test_healthy_parameters_give_no_warning_and_ranks_are_added_up():
+    """A parameter whose gradient is zero on one rank is alive when another rank saw one."""
+    model, loss = toy()
+    del model["dead"]
+    movement = watch.Movement(model.named_parameters())
+    loss().backward()
+    movement.saw_gradients()
+    descend(model.parameters())
+    assert movement.report() == []
+    other = {name: [64, 64, True] for name, _ in model.named_parameters()}
+    idle = watch.Movement(model.named_parameters())
+    assert len(idle.report()) == 1
+    assert idle.report(lambda mine: [mine, other]) == []
+
+
+def test_masters_too_coarse_for_their_updates_are_noticed():
+    """The first Nova script's fault: bf16 weights lose an update below half a unit in the last place."""
+    p = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    movement = watch.Movement([("norm.scale", p)])
+    p.grad = torch.ones_like(p)
+    movement.saw_gradients()
+    with torch.no_grad():
+        p -= 2e-4
+    assert movement.report()[0].startswith("FROZEN: norm.scale")
+
+
+def test_the_slowest_rank_is_named_only_when_it_lags():
+    ranks = [{"seconds": 1.0, "host": f"node{i // 4}", "clock_mhz": 1980} for i in range(8)]
+    assert watch.straggler(ranks) is None and watch.straggler(ranks[:1]) is None
+    ranks[5]["seconds"] = 1.14
+    assert watch.straggler(ranks) is None
+    ranks[5]["seconds"] = 1.32
+    assert "rank 5 on node1" in watch.straggler(ranks) and "1.32 x" in watch.straggler(ranks)
+    ranks[5]["seconds"], ranks[2]["clock_mhz"] = 1.0, 1200
+    assert "rank 2 on node0 runs at 1200 MHz" in watch.straggler(ranks)
+
+
+def test_the_black_box_holds_the_last_steps(tmp_path):
+    box = watch.BlackBox(str(tmp_path), size=4)
+    for i in range(10):
+        box.record(step=i, loss=float("nan") if i == 9 else 1.0, ids=[i, i + 1])
+    content = json.load(open(box.dump("loss is not finite", norms={"layers.0": math.inf})))
+    assert [s["step"] for s in content["steps"]] == [6, 7, 8, 9] and content["steps"][-1]["loss"] is None
+    assert content["reason"] == "loss is not finite" and content["norms"] == {"layers.0": None}
