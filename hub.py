@@ -252,11 +252,12 @@ class HubSource(Remote):
             if not _try_lock(turn, fcntl.LOCK_EX):
                 return  # somebody is at it
             kept = []
-            for receipt in (self.root / "files").rglob(".*.receipt"):
-                path = receipt.with_name(receipt.name[1 : -len(".receipt")])
-                with contextlib.suppress(OSError):
-                    if self._complete(path):
-                        kept.append((receipt.stat().st_mtime, path.stat().st_size, path))
+            for base, folders, names in os.walk(self.root / "files"):
+                folders[:] = [f for f in folders if not f.endswith(".part")]  # downloads come and go there
+                for path in (Path(base, n[1 : -len(".receipt")]) for n in names if n.endswith(".receipt")):
+                    with contextlib.suppress(OSError):
+                        if self._complete(path):
+                            kept.append((_receipt(path).stat().st_mtime, path.stat().st_size, path))
             total = sum(size for _, size, _ in kept)
             for _, size, path in sorted(kept):
                 if total <= self.max_bytes:

@@ -234,7 +234,9 @@ def test_an_upload_does_not_mind_other_threads_that_reach_nobody(server, tmp_pat
     """The client closes its one session on a refused connection; the transfers of other threads must live on."""
     server.fault("PUT", "slow", times=3, seconds=0.5)
     nobody, lines = Publisher("me/x", no_log, 1.0, f"http://127.0.0.1:{free_port()}", first_wait=0.01), []
-    thread = threading.Thread(target=lambda: outcome(nobody.list))
+    thread = threading.Thread(
+        target=lambda: outcome(lambda: nobody.patiently(lambda: nobody.tree("", "main"), "list"))
+    )
     thread.start()
     publisher(server, log=lines.append).upload(folder_with(tmp_path / "c", CHECKPOINT), "run")
     thread.join()

@@ -1,0 +1,279 @@
+"""The stream of batches over a Hub dataset: the real client, a Hub on loopback that changes and fails under the run.
+
+The reference is the same dataset in a folder, which no network can disturb.
+"""
+
+import functools
+import json
+import os
+import random
+
+import pytest
+import workers
+from corpora import Crew, dataset, rows, settings, write
+from fake_hub import files_below, fixture_server, fixture_short_waits, in_time, outcome  # noqa: F401 (fixtures)
+
+import data
+import hub
+from hub import HubError
+
+REPO = "datasets/me/tokens"
+
+
+@pytest.fixture
+def root(tmp_path, server, monkeypatch):
+    """The dataset in a folder, and as the repo me/tokens of the Hub that HF_ENDPOINT names."""
+    root = dataset(tmp_path / "files")
+    server.commit(REPO, files_below(root))
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(hub, "HubSource", functools.partial(hub.HubSource, first_wait=0.01))
+    return root
+
+
+def remote(tmp_path, cache="cache", **changes):
+    return settings("me/tokens", cache_dir=str(tmp_path / cache), hub_patience=20.0, **changes)
+
+
+def shard_bytes(tmp_path, *args) -> bytes:
+    with open(write(str(tmp_path / "new"), "x.npy", rows(*args)), "rb") as f:
+        return f.read()
+
+
+def cold(tmp_path, name):
+    """A cache without files, with the refs and listings of the warm one gone too: another machine."""
+    return remote(tmp_path, cache=name)
+
+
+@pytest.mark.parametrize("cache_gb", [64, 0])
+def test_the_hub_gives_the_sequence_of_the_folder(root, tmp_path, server, cache_gb):
+    """Three ranks, over several epochs; with no room in the cache, shards are fetched again and again, not wrongly."""
+    expected = Crew(settings(root)).run(range(12))
+    s = remote(tmp_path, cache_gb=cache_gb)
+    assert Crew(s, 3).run(range(12)) == expected
+    gets = server.requests("GET .*/resolve/.*npy")
+    if cache_gb:
+        assert len(gets) == len(set(gets)) == 12, "a shard was fetched twice"
+    assert len(server.requests("/tree/")) == 1 and len(server.requests("/revision/")) <= 3
+    assert not server.requests("/tree/.*/data/"), "a listing per domain"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_change_nothing(root, tmp_path, server, monkeypatch, seed):
+    """A third of all requests fail in one of nine ways: the sequence is the folder's."""
+    dice, kinds = random.Random(seed), (429, 500, 503, "reset", "cut", "truncated", "corrupt", "html", "slow")
+    met = []
+
+    def fault(line):
+        if dice.random() > 1 / 3:
+            return dict(kind=None, seconds=0, headers={})
+        met.append(dice.choice(kinds))
+        return dict(kind=met[-1], seconds=0.05, headers={})
+
+    monkeypatch.setattr(server, "take_fault", fault)
+    expected = Crew(settings(root)).run(range(8))
+    assert in_time(lambda: Crew(remote(tmp_path), 2).run(range(8)), 60) == expected
+    assert len(met) > 5
+
+
+def test_new_shards_join_at_the_fixed_step_with_their_commit(root, tmp_path, server):
+    """Pushed between steps 1 and 4 and admitted at 4, whatever the world size; pushed again later, at 8."""
+    first = server.repos[REPO][-1][0]
+
+    def run(world, cache):
+        while len(server.repos[REPO]) > 2:
+            server.repos[REPO].pop()
+        server.log.clear()
+        pushed = {}
+
+        def push(step):
+            if step in (2, 6):
+                new = {
+                    f"data/{d}/new{step}.npy": shard_bytes(tmp_path, 5000 + step * 100, 6, 9)
+                    for d in ("code", "math")
+                }
+                pushed[step] = server.commit(REPO, new)
+
+        crew = Crew(remote(tmp_path, cache), world)
+        samples = crew.run(range(14), between=push)
+        return samples, crew, pushed
+
+    one, crew, pushed = run(1, "a")
+    admitted = crew.state()["domains"]["code"]["admitted"]
+    assert [a[1] for a in admitted] == [first, pushed[2], pushed[6]]
+    assert [name for name, _ in admitted[1][2]] == ["data/code/new2.npy"]
+    assert len(crew.state()["domains"]["general"]["admitted"]) == 1
+    assert len(server.requests("/tree/")) <= 3, "a commit was listed twice"
+    unchanged = Crew(settings(root)).run(range(14))
+    assert one[: 4 * 24] == unchanged[: 4 * 24] and one != unchanged
+    assert run(2, "b")[0] == one
+    assert run(3, "c")[0] == one
+
+
+def test_what_was_admitted_is_read_for_good(root, tmp_path, server):
+    """Overwritten, deleted and renamed shards, and a shard that is new: resumed on machines with empty caches, at
+    other world sizes, twice over, the run goes on as if it had not been cut."""
+    files, s = files_below(root), remote(tmp_path, shard_refresh_steps=3)
+
+    def disturb(step):
+        if step == 4:
+            server.commit(
+                REPO,
+                {
+                    "data/code/000.npy": files["data/code/002.npy"],
+                    "data/general/001.npy": None,
+                    "data/math/000.npy": None,
+                    "data/math/renamed.npy": files["data/math/000.npy"],
+                    "data/reasoning/new.npy": shard_bytes(tmp_path, 9000, 8, 9),
+                },
+            )
+        if step == 8:
+            server.commit(REPO, {"data/reasoning/new.npy": None, "metadata.json": files["metadata.json"]})
+
+    whole = Crew(s, 2).run(range(16), between=disturb)
+    while len(server.repos[REPO]) > 2:
+        server.repos[REPO].pop()
+    crew = Crew(s, 2)
+    samples = crew.run(range(5), between=disturb)
+    for cache, world, end in (("b", 3, 7), ("c", 1, 11), ("d", 4, 16)):
+        begin = len(samples) // 24
+        crew = Crew(
+            remote(tmp_path, cache, shard_refresh_steps=3), world, json.loads(json.dumps(crew.state()))
+        )
+        samples += crew.run(range(begin, end), between=lambda step, b=begin: step > b and disturb(step))
+        if end == 7:
+            disturb(7 + 1)  # the new shard is deleted while nothing runs
+    places = crew.state()["domains"]
+    assert samples == whole
+    assert len(places["math"]["admitted"]) == 1, "a rename is not new data"
+    assert len(places["code"]["admitted"]) == 1, "new content under an old name is not new data either"
+    assert [n for n, _ in places["reasoning"]["admitted"][1][2]] == ["data/reasoning/new.npy"]
+
+
+@pytest.mark.parametrize("kind", [503, "reset", "html", "slow"])
+def test_a_listing_failure_is_an_error_at_the_start(root, tmp_path, server, kind):
+    """Never "no shards": the Hub's silence is not an empty dataset."""
+    server.fault("/tree/", kind, times=10_000, seconds=60)
+    s = remote(tmp_path)
+    s.hub_patience = 0.2
+    error = outcome(lambda: Crew(s))
+    assert "listing" in str(error) and error.exit_code == 74
+
+
+def test_a_listing_failure_is_a_warning_later(root, tmp_path, server):
+    """The run goes on with what it knows, and admits what is new when the Hub is back."""
+    s, lines = remote(tmp_path), []
+    s.hub_patience = 0.2
+    crew = Crew(s, 1, log=lines.append)
+    samples = crew.run(range(4))
+    server.commit(REPO, {"data/code/new.npy": shard_bytes(tmp_path, 5000, 6, 9)})
+    server.fault("/revision/|/tree/", 503, times=10_000)
+    samples += crew.run(range(4, 9))
+    assert any("listing failed, the known shards are kept" in line for line in lines)
+    assert len(crew.state()["domains"]["code"]["admitted"]) == 1
+    server.faults.clear()
+    samples += crew.run(range(9, 13))
+    assert len(crew.state()["domains"]["code"]["admitted"]) == 2
+    assert samples[: 12 * 24] == Crew(settings(root)).run(range(12))
+
+
+def test_a_dead_hub_does_not_stop_a_run_whose_shards_are_here(root, tmp_path, server, monkeypatch):
+    """For whole epochs, and through a restart, which needs the user's word that the Hub need not be asked."""
+    s, lines = remote(tmp_path, shard_refresh_steps=0), []
+    crew = Crew(s, 2)
+    samples = crew.run(range(10))  # more than an epoch: all shards are in the cache
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{workers.free_port()}")
+    samples += crew.run(range(10, 13))
+    s.hub_patience = 0.2
+    assert "HF_HUB_OFFLINE=1" in str(outcome(lambda: Crew(s, 2, crew.state())))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    samples += Crew(s, 3, crew.state(), log=lines.append).run(range(13, 16))
+    assert samples == Crew(settings(root, shard_refresh_steps=0)).run(range(16))
+    assert any("HF_HUB_OFFLINE: main as last seen" in line for line in lines)
+
+
+def test_a_shard_that_stays_damaged_stops_the_run_and_is_never_read(root, tmp_path, server):
+    server.fault("GET .*/resolve/.*data/math/001.npy", "corrupt", times=10_000)
+    s = remote(tmp_path)
+    s.hub_patience = 0.3
+    error = outcome(lambda: Crew(s, 1).run(range(12)))
+    assert "data/math/001.npy" in str(error) and "not content" in str(error)
+    assert not [
+        p for p in (tmp_path / "cache").rglob("*.npy") if "math" in str(p) and p.name.startswith("001")
+    ]
+
+
+def test_the_next_shard_is_fetched_before_it_is_needed(root, tmp_path, server):
+    crew = Crew(remote(tmp_path, domains=["code"], sequences_per_step=2))
+    crew.step(2)
+    for _ in range(200):
+        if len(set(server.requests("GET .*/resolve/.*npy"))) >= 2:
+            break
+        in_time(lambda: workers.time.sleep(0.05))
+    cursor = crew.streams[0].cursors[0]
+    following = cursor.order(0)[1]
+    assert any(following in line for line in server.requests("GET .*/resolve/"))
+
+
+METADATA = "metadata.json"
+BAD = {
+    "no such repo": (None, "no dataset repo of this name"),
+    "an empty repo": ({}, "data/ holds no folder"),
+    "no such domain": ({"data/code/0.npy": b"x"}, "domain 'general' holds no .npy shard"),
+    "metadata is not JSON": ({METADATA: b"vocab_size: 9"}, "metadata.json.*not JSON"),
+    "metadata is a list": ({METADATA: b"[1]"}, "list"),
+    "metadata lacks the vocabulary": ({METADATA: b"{}"}, "no vocab_size"),
+    "a shard is a web page": ({f"data/{d}/000.npy": b"<html>" for d in ("code", "math")}, "000.npy.*npy"),
+    "a shard is empty": ({f"data/{d}/000.npy": b"" for d in ("code", "math")}, "000.npy"),
+    "a name leads out": ({"data/code/../../../evil.npy": b"x"}, "refused.*could lead out"),
+    "a name is absolute": ({"data//etc/evil.npy": b"x"}, "refused.*could lead out"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_hub_dataset_is_named(root, tmp_path, server, what):
+    """Exit code 65, the repo and the file in the message, whatever the file of data.py or hub.py that finds it."""
+    change, says = BAD[what]
+    if change is None:
+        del server.repos[REPO]
+    elif "repo" in what:
+        server.commit(REPO, {path: None for path in server.files(REPO)})
+        server.commit(REPO, {METADATA: b'{"vocab_size": 99}'})
+    elif "domain" in what:
+        server.commit(REPO, {path: None for path in server.files(REPO) if "general" in path})
+    else:
+        server.commit(REPO, change)
+    with pytest.raises((data.DataError, HubError), match=says) as caught:
+        in_time(lambda: Crew(remote(tmp_path), 1))
+    assert caught.value.exit_code == 65 and "me/tokens" in str(caught.value)
+    assert not [p for p in tmp_path.rglob("*") if "evil" in p.name]
+
+
+def one_rank(rank, world, endpoint, cache, steps):
+    os.environ["HF_ENDPOINT"] = endpoint
+    from test_data import Gloo
+
+    try:
+        s = settings("me/tokens", cache_dir=cache, hub_patience=20.0)
+        stream = data.open_stream(s, Gloo(rank, world), log=lambda text: None)
+        out = []
+        for step in range(steps):
+            stream.refresh(step)
+            batch = stream.next_batch(24)
+            out.append((batch.ids, batch.x.tolist()))
+        return out
+    finally:
+        del os.environ["HF_ENDPOINT"]
+
+
+def test_processes_of_a_node_ask_the_hub_once(root, tmp_path, server):
+    """Two real processes over gloo with one cache: rank 0 alone lists, each shard comes once, and the global batches
+    are the folder's."""
+    steps = 6
+    got = workers.run(one_rank, 2, endpoint=server.url, cache=str(tmp_path / "node"), steps=steps)
+    expected = Crew(settings(root)).run(range(steps))
+    for step in range(steps):
+        x = sum((rank[step][1] for rank in got), [])
+        assert x == [sample[2] for sample in expected[step * 24 : (step + 1) * 24]]
+    assert len(server.requests("/tree/")) == 1
+    gets = server.requests("GET .*/resolve/.*npy")
+    assert len(gets) == len(set(gets)), "a shard was fetched by two processes"
