@@ -115,7 +115,7 @@ def test_a_whole_node_dies(tmp_path, node):
         print(f"\n| node {node} killed | {seconds:.1f} s | {last_line(run)}")
         ended = json.loads(run.read("status.json"))
         assert ended["status"] == "system" and ended["resumable"] and seconds < LOST + SLACK
-        assert (ended["rank"] == 1) if node else ("store" in ended["why"] and "127.0.0.1" in ended["host"])
+        assert (ended["rank"] == 1) if node else ("store" in ended["why"] and "launcher" in ended["host"])
 
 
 @pytest.mark.drill
@@ -177,9 +177,7 @@ def test_sigint_to_plain_python_saves_and_exits_3(tmp_path):
 @pytest.mark.parametrize("at", ["loop", "start"])
 def test_every_signal_to_everyone(tmp_path, number, target, at):
     """Under torchrun all ranks exit 0 after an agreed stop; the launcher itself says 1 when it was the one signalled."""
-    ended, saved, steps, codes, text = stop_by(
-        tmp_path, number, target, at, ["--begin=3"], ranks=2, extra=[HANDLED]
-    )
+    ended, saved, steps, codes, text = stop_by(tmp_path, number, target, at, ranks=2, extra=[HANDLED])
     assert ended["status"] == "stopped" and ended["resumable"], text
     assert len(steps) == 1 and codes == ([1] if target == "launcher" else [0]), text
     if at == "loop":
@@ -188,11 +186,7 @@ def test_every_signal_to_everyone(tmp_path, number, target, at):
 
 @pytest.mark.drill
 def test_second_sigint_leaves_at_once_even_inside_a_collective(tmp_path):
-    with Launch(
-        tmp_path / "out", "--fault=0:wait:-", "--step=100"
-    ) as run:  # alone: nothing to wait for, so save slowly
-        run.wait_for(lambda: run.step_reached(3))
-    with Launch(tmp_path / "two", "--fault=1:loop:hang", "--step=100", ranks=2) as run:
+    with Launch(tmp_path / "out", "--fault=1:loop:hang", "--step=100", ranks=2) as run:
         run.wait_for(lambda: os.path.exists(run.path("fault")))
         time.sleep(1)
         for _ in range(2):

@@ -1,0 +1,483 @@
+"""Every start-up check can fail: one element, one bit, one version, one setting, one parameter is wrong, and it shows."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import tiny_settings
+from workers import ROOT, Rank, run
+
+import agreement
+import model
+import muon
+import selftest
+import startup
+
+
+def exchange(rank, world):
+    """The real exchange on the harness's gloo group, with a device for the checks."""
+    agree = startup.Exchange(rank, world)
+    agree.device = torch.device("cpu")
+    return agree
+
+
+def outcome(body):
+    """(class name, text, blamed rank) of the error, or ("ok", the value, None)."""
+    try:
+        return "ok", body(), None
+    except Exception as e:
+        return type(e).__name__, str(e), getattr(e, "rank", None)
+
+
+# --- values between ranks ------------------------------------------------------------------------------------------
+
+
+def talk(rank, world):
+    agree = exchange(rank, world)
+    values = {"text": "ä" * rank, "list": [rank, None, 0.1 + rank]}
+    long = agree.broadcast(list(range(50_000)) if rank == 0 else None)
+    return (
+        agree.gather(values), len(long), agree.broadcast(f"from {rank}"), agree.control([rank, 0, int(rank == 1)]),
+        agree.control([rank == 2], sums=[0.1 * (rank + 1), 1.0]),
+    )  # fmt: skip
+
+
+def test_gather_broadcast_and_control_give_every_rank_the_same():
+    results = run(talk, world=3)
+    assert results[0] == results[1] == results[2]
+    gathered, length, word, flags, (stop, sums) = results[0]
+    assert gathered == [{"text": "ä" * r, "list": [r, None, 0.1 + r]} for r in range(3)]
+    assert (length, word, flags, stop) == (50_000, "from 0", [2, 0, 1], [1])
+    assert sums == [0.1 + 0.2 + 0.1 * 3, 3.0]
+
+
+def judge(rank, world, bad):
+    agree = exchange(rank, world)
+    problem = agreement.StartupError(f"trouble on {rank}") if rank in bad else None
+    if problem:
+        problem.exit_code = 74
+    try:
+        agree.verdict(problem, "storage")
+    except Exception as e:
+        return type(e).__name__, str(e), e.exit_code, getattr(e, "rank", None)
+
+
+def test_verdict_raises_everywhere_and_names_the_rank():
+    assert run(judge, world=3, bad=[]) == [None] * 3
+    results = run(judge, world=3, bad=[1])
+    assert results[1] == ("StartupError", "trouble on 1", 74, None)
+    for r in (0, 2):
+        assert results[r] == (
+            "RankFailed", "storage failed on rank 1: StartupError: trouble on 1", 74, 1,
+        )  # fmt: skip
+    assert "(and 1 more ranks)" in run(judge, world=3, bad=[1, 2])[0][1]
+
+
+# --- equal on all ranks ----------------------------------------------------------------------------------------------
+
+
+def equal_settings(rank, world, odd, change):
+    settings = tiny_settings(**(change if rank == odd else {}))
+    return outcome(lambda: selftest.check_equal(exchange(rank, world), "the settings", settings.as_dict()))
+
+
+def test_one_rank_with_another_setting_is_named_with_the_setting():
+    for kind, text, blamed in run(equal_settings, world=3, odd=2, change={"lr": 1e-3}):
+        assert kind == "StartupError" and blamed == 2
+        assert "rank 2 has" in text and '"lr": 0.001' in text and "0.002" in text and "d_model" not in text
+    for kind, text, blamed in run(equal_settings, world=2, odd=1, change={"seed": 7}):
+        assert kind == "StartupError" and blamed == agreement.NOBODY, (
+            "one against one: nobody knows who is right"
+        )
+        assert "rank 1 has" in text and "rank 0 {" in text
+
+
+def equal_versions(rank, world, odd, what):
+    original = selftest.importlib.metadata.version
+    if rank == odd and what == "version":
+        selftest.importlib.metadata.version = lambda p: "0.0.1" if p == "torchao" else original(p)
+    opened = open
+    if rank == odd and what == "code":  # one byte more in one file
+
+        def longer(path, *args, **kwargs):
+            f = opened(path, *args, **kwargs)
+            if str(path).endswith("muon.py"):
+                data = f.read() + b"#"
+                return Bytes(data)
+            return f
+
+        selftest.open = longer
+    try:
+        return outcome(lambda: selftest.check_versions(exchange(rank, world), tiny_settings(), print))
+    finally:
+        selftest.importlib.metadata.version = original
+        selftest.__dict__.pop("open", None)
+
+
+class Bytes:
+    """An open binary file with these contents."""
+
+    def __init__(self, data):
+        self.read = lambda: data
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("what, word", [("version", "torchao"), ("code", "muon.py")])
+def test_one_version_or_one_byte_of_code_differs(what, word):
+    assert [r[0] for r in run(equal_versions, world=3, odd=None, what=what)] == ["ok"] * 3
+    for kind, text, blamed in run(equal_versions, world=3, odd=1, what=what):
+        assert kind == "StartupError" and blamed == 1 and word in text and "numpy" not in text
+
+
+def equal_weights(rank, world, odd):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(40, 30)
+    if rank == odd:
+        layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit of one weight
+    return outcome(lambda: selftest.check_equal(exchange(rank, world), "weights", model.fingerprint(layer)))
+
+
+def test_one_bit_of_one_weight_differs():
+    assert [r[0] for r in run(equal_weights, world=3, odd=None)] == ["ok"] * 3
+    for kind, text, blamed in run(equal_weights, world=3, odd=1):
+        assert kind == "StartupError" and blamed == 1 and '"weight"' in text and '"bias"' not in text
+
+
+# --- devices -----------------------------------------------------------------------------------------------------------
+
+
+def device_check(rank, world, odd, what):
+    """A device that computes one product element wrong: always, sometimes, or as NaN."""
+    original, calls = torch.Tensor.__matmul__, []
+
+    def wrong(a, b):
+        product = original(a, b)
+        calls.append(1)
+        if what == "nan":
+            product[7, 7] = math.nan
+        elif what == "wrong" or len(calls) == 2:
+            product[7, 7] = product[7, 7] * 1.01
+        return product
+
+    if rank == odd:
+        torch.Tensor.__matmul__ = wrong
+    lines = []
+    try:
+        result = outcome(lambda: selftest.check_device(exchange(rank, world), lines.append))
+    finally:
+        torch.Tensor.__matmul__ = original
+    return result, lines
+
+
+@pytest.mark.parametrize("what, word", [("nan", "not finite"), ("wrong", "differs"), ("flaky", "each time")])
+def test_device_that_computes_wrong(what, word):
+    for odd in (0, 2):
+        for rank, ((kind, text, blamed), _) in enumerate(run(device_check, world=3, odd=odd, what=what)):
+            assert kind in ("StartupError", "RankFailed") and word in text
+            assert blamed == odd or (rank == odd and blamed is None)
+
+
+def test_healthy_devices_pass_and_report():
+    results = run(device_check, world=3, odd=None, what="")
+    assert [r[0][0] for r in results] == ["ok"] * 3
+    assert "same bits on 3 ranks" in results[0][1][0] and "TFLOP/s" in results[0][1][0] and not results[1][1]
+
+
+# --- collectives ----------------------------------------------------------------------------------------------------------
+
+OPS = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single"]
+
+
+def collectives(rank, world, odd=None, op=None, how="element", split=False):
+    """A fabric that gets one collective wrong on one rank."""
+    agree, lines = exchange(rank, world), []
+    groups = {"world": None}
+    if split:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        groups["shard"] = pairs[rank // 2]
+    original = getattr(dist, op) if op else None
+
+    def corrupted(out, *args, **kwargs):
+        result = original(out, *args, **kwargs)
+        if out.numel() < 100_000:
+            return result
+        if how == "element":
+            out.view(torch.int32)[-5] ^= 1  # the last bit of one element
+        elif how == "swap":
+            half = len(out) // 2
+            out.copy_(torch.cat([out[half:], out[:half]]))
+        else:
+            out.zero_()
+        return result
+
+    if rank == odd:
+        setattr(dist, op, corrupted)
+    try:
+        return outcome(lambda: selftest.check_collectives(agree, agree.device, groups, lines.append)), lines
+    finally:
+        if op:
+            setattr(dist, op, original)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_wrong_bit_in_one_collective_on_one_rank(op):
+    for rank, ((kind, text, blamed), _) in enumerate(run(collectives, world=2, odd=1, op=op)):
+        assert kind == ("StartupError" if rank == 1 else "RankFailed"), text
+        assert "rank 1 received wrong data" in text and op in text and "1 of" in text
+        assert blamed == (None if rank == 1 else 1)
+
+
+@pytest.mark.parametrize("how", ["swap", "stale"])
+def test_parts_in_the_wrong_order_or_never_written(how):
+    """Sums cannot see the first (a permutation), and the second was 'match=True' with a bf16 sum."""
+    for op in ("all_gather_into_tensor", "all_to_all_single"):
+        (kind, text, _), _ = run(collectives, world=2, odd=0, op=op, how=how)[0]
+        assert kind == "StartupError" and op in text
+
+
+def test_healthy_collectives_report_their_rate_on_every_group():
+    results = run(collectives, world=4, split=True)
+    assert [r[0][0] for r in results] == ["ok"] * 4, results
+    assert [line.split(": ")[1] for line in results[0][1]] == ["world", "shard"]
+    assert all(op in line for line in results[0][1] for op in OPS)
+
+
+# --- links, storage ---------------------------------------------------------------------------------------------------------
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\t{a}\tPIX\t0-47
+GPU1\tNV18\t X \tNV18\tSYS\t0-47
+GPU2\t{a}\tNV18\t X \tSYS\t48-95
+NIC0\tPIX\tSYS\tSYS\t X \t
+"""
+
+
+def test_slow_links_are_found_and_named():
+    def all_peers(i, j):
+        return True
+
+    assert selftest.slow_links(3, all_peers, TOPOLOGY.format(a="NV18")) == []
+    assert selftest.slow_links(3, all_peers, None) == []
+    wrong = selftest.slow_links(3, all_peers, TOPOLOGY.format(a="SYS"))
+    assert wrong == ["GPU 0 to GPU 2: SYS, not NVLink", "GPU 2 to GPU 0: SYS, not NVLink"]
+    assert selftest.slow_links(2, lambda i, j: i > j, None) == ["GPU 0 cannot access GPU 1"]
+
+
+def test_links_stop_a_run_unless_accepted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
+    answer = SimpleNamespace(stdout=TOPOLOGY.format(a="PHB"))
+    monkeypatch.setattr(selftest.subprocess, "run", lambda *a, **k: answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    agree = Rank()
+    agree.device, agree.local_rank, lines = torch.device("cuda"), 0, []
+    with pytest.raises(startup.StartupError, match="PHB, not NVLink.*allow_slow_links"):
+        selftest.check_links(agree, tiny_settings(), lines.append)
+    selftest.check_links(agree, tiny_settings(allow_slow_links=True), lines.append)
+    assert "2 slow links" in lines[0]
+
+
+def test_storage_is_tried_before_it_is_needed(tmp_path):
+    lines = []
+    selftest.check_storage(Rank(), str(tmp_path / "new"), 1000, lines.append)
+    assert "read back" in lines[0] and os.listdir(tmp_path / "new") == []
+    with pytest.raises(startup.StartupError, match="ckpt_keep") as e:
+        selftest.check_storage(Rank(), str(tmp_path), 10**18)
+    assert e.value.exit_code == 74
+    (tmp_path / "file").touch()
+    with pytest.raises(startup.StartupError, match="file") as e:
+        selftest.check_storage(Rank(), str(tmp_path / "file"), 0)
+    assert e.value.exit_code == 74
+
+
+# --- the first step ---------------------------------------------------------------------------------------------------------
+
+
+def first_step(rank, world, broken="", tied=True):
+    """One real step of a tiny Nova under FSDP2 with Muon, with one thing broken; -> (outcome, lines printed)."""
+    settings = tiny_settings(tie_embeddings=tied, sequences_per_step=8, muon_lr=1e-4, lr=1e-4)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    named, head = list(net.named_parameters()), "embed.weight" if tied else "lm_head.weight"
+    lines, agree = [], exchange(rank, world)
+    proof = selftest.FirstStepProof(
+        agree, named, 7 * settings.n_layers, {head: settings.vocab_size}, lines.append
+    )
+    optimizers[0].watch = proof.watch
+    kept = muon.orthogonalize, torch.nn.functional.linear, model.SoftcapCrossEntropy.apply
+    if broken == "identity":
+        muon.orthogonalize = lambda G, *a, **k: G / G.norm() * muon.update_scale(G.shape[-2:])
+    elif broken == "half":  # one block of many is not orthogonalised
+        seen = []
+
+        def mostly(G, *args, **kwargs):
+            seen.append(1)
+            return kept[0](G, *args, **kwargs) if len(seen) != 3 else G * 0.1
+
+        muon.orthogonalize = mostly
+    elif broken == "wrong side":  # semi-orthogonal, but of another matrix
+        muon.orthogonalize = lambda G, *a, **k: kept[0](G.flip(-1), *a, **k)
+    elif broken == "frozen":
+        dict(named)["layers.1.ffn.up.weight"].requires_grad_(False)
+    elif broken == "head":
+        model.SoftcapCrossEntropy.apply = lambda x, w, *a: kept[2](x, w.detach(), *a)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(
+        0, 100, (8, settings.max_len + 1), generator=generator
+    )  # ids above 99 are never seen
+    mine = rows.view(world, -1, settings.max_len + 1)[rank]
+    try:
+        loss, _ = net(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
+        (loss / (8 * settings.max_len / world)).backward()
+        if broken == "nan" and rank == 1:
+            named[3][1].grad.to_local()[0] = math.nan
+        norm = muon.clip_grads(net, 1.0)
+        proof.before_update()
+        for optimizer in optimizers:
+            if broken != "lazy" or optimizer is optimizers[0]:
+                optimizer.step()
+        if broken == "skipped" and rank == 0:
+            proof.names.pop(), proof.norms.pop()
+        proof.after_update(1e-4)
+        (mean,) = agree.control([], [float(loss.detach()) / (8 * settings.max_len)])[1]
+        if broken == "loss":
+            mean -= 0.3
+        done = outcome(lambda: proof.conclude(mean, float(norm), math.log(settings.vocab_size)))
+    finally:
+        muon.orthogonalize, torch.nn.functional.linear, model.SoftcapCrossEntropy.apply = kept
+    return done, lines
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_healthy_first_step_is_proven(tied):
+    results = run(first_step, world=2, tied=tied)
+    assert [r[0][0] for r in results] == ["ok", "ok"], results
+    text = "\n".join(results[0][1])
+    assert "14 blocks, 14 expected" in text and "0 of" in text and "band" in text and "± 0.2" in text
+    assert results[1][1] == []
+
+
+@pytest.mark.parametrize(
+    "broken, words",
+    [
+        ("identity", "not orthogonalised"),
+        ("half", "not orthogonalised"),
+        ("wrong side", "distance"),
+        ("frozen", "layers.1.ffn.up.weight"),
+        ("head", "embed.weight"),
+        ("nan", "non-finite gradient"),
+        ("lazy", "did not move: embed.weight"),
+        ("skipped", "13 blocks, 14 expected"),
+        ("loss", "a fresh model starts at"),
+    ],
+)
+def test_a_broken_first_step_stops_all_ranks(broken, words):
+    results = run(first_step, world=2, broken=broken)
+    assert all(kind in ("StartupError", "RankFailed") for (kind, _, _), _ in results), results
+    assert any(words in text for (_, text, _), _ in results), results
+
+
+def test_a_detached_head_of_its_own_is_caught():
+    (kind, text, _), _ = run(first_step, world=2, broken="head", tied=False)[0]
+    assert kind == "StartupError" and "lm_head.weight" in text
+
+
+def test_oracle_agrees_with_the_exact_factor_whatever_the_shape():
+    """U V^T from torch's SVD is the identity in the oracle's frame: distance 0; a random orthogonal matrix is not."""
+    for shape in ((20, 50), (50, 20), (30, 30)):
+        G = torch.randn(shape, dtype=torch.float64)
+        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+        low, high, off = selftest.against_oracle(G, U @ Vh)
+        assert abs(low - 1) < 1e-6 and abs(high - 1) < 1e-6 and off < 1e-6
+        other = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+        assert selftest.against_oracle(G, other[0] @ other[2])[2] > 0.5
+
+
+# --- environment, status, signals -----------------------------------------------------------------------------------------
+
+
+def test_environment_is_set_before_torch_and_the_users_values_win():
+    environ = {"NCCL_DEBUG": "WARN"}
+    startup.setup_environment(tiny_settings(debug=True, nccl_safe=True), environ)
+    assert environ["NCCL_DEBUG"] == "WARN" and environ["CUDA_LAUNCH_BLOCKING"] == "1"
+    assert environ["NCCL_P2P_DISABLE"] == "1" and environ["NCCL_ALGO"] == "Ring"
+    assert environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and environ["TOKENIZERS_PARALLELISM"] == "false"
+    startup.setup_environment(tiny_settings(), plain := {})
+    assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM"}
+    code = "import sys, startup; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_start_is_refused_where_it_cannot_go_well(tmp_path):
+    settings = tiny_settings(out_dir=str(tmp_path))
+    with pytest.raises(startup.StartupError, match="max-restarts") as e:
+        startup.init(settings, {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0"})
+    assert e.value.exit_code == 64
+    with pytest.raises(startup.StartupError, match="LOCAL_RANK"):
+        startup.init(settings, {"RANK": "1", "WORLD_SIZE": "2"})
+
+
+def test_restarts_without_progress_end(tmp_path):
+    out = str(tmp_path)
+
+    def ends(status, **info):
+        startup.write_status(out, status, None, **info)
+        return startup.again(out, limit=2, wait=0)[0]
+
+    assert not startup.again(out)[0], "no status: it never started"
+    assert ends("running", saved=10) and ends("system", saved=20)
+    assert ends("system", saved=20), "one restart without a new save"
+    assert not ends("system", saved=20), "the second one in a row"
+    assert ends("io", saved=20) and ends("stopped", saved=30, reason="job_hours")
+    assert not ends("stopped", saved=40, reason="SIGINT"), "the user stopped it"
+    assert not ends("stopped", saved=40, reason="stop_at")
+    for status in ("done", "failed", "settings", "data", "interrupted"):
+        assert not ends(status, saved=50)
+        with open(tmp_path / "status.json") as f:
+            assert json.load(f)["status"] == status  # and the last word stays readable
+
+
+def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the_main_thread():
+    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        stop = startup.StopSignals()
+        assert stop.name is None and not stop.insisted()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert stop.name == "SIGUSR1" and not stop.insisted(), "the first name stays"
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert stop.insisted()
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def test_errors_are_described_for_a_person():
+    assert startup.describe(startup.RankFailed(1, "rank 1: no")) == "rank 1: no"
+    try:
+        {}["x"]
+    except KeyError as e:
+        assert "KeyError" in startup.describe(e) and "test_startup.py line" in startup.describe(e)
+    assert [startup.exit_code_of(e) for e in (OSError(28, "full"), ValueError(), KeyboardInterrupt())] == [
+        74,
+        70,
+        130,
+    ]
