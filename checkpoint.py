@@ -3,7 +3,7 @@
 One checkpoint is one folder, the same for 1 GPU and for 64:
 
     step-00001000-latest-0007/                     step, kind, and the serial number of the save in its run
-        tensors/shard-0000R-model-….safetensors    what any world size can load: one file per rank, written by DCP
+        tensors/rank-0000R.safetensors             what any world size can load: each rank its part, as planned by DCP
         own/rank-0000R.safetensors                 what only the same world size and layout can load (8-bit codes)
         state.json                                 everything that is not a tensor
         manifest.json                              run, step, parent, and size and sha256 of every file; written last
@@ -35,9 +35,9 @@ import time
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from sealed import (
@@ -45,12 +45,14 @@ from sealed import (
     FORMAT,
     NAME,
     CheckpointError,
+    Writer,
     check_shared_folder,
     check_space,
     compare,
     describe,
     export,
     files_below,
+    layout_of,
     read_export,
     read_manifest,
     read_model,
@@ -60,8 +62,9 @@ from sealed import (
     sync,
     to_json,
     verify,
+    write_tensors,
     write_text,
-)  # fmt: skip
+)
 from settings import Settings, SettingsError, changes
 from uploads import ROTATED, Uploads, by_serial, published
 
@@ -362,16 +365,10 @@ class Checkpoints:
 
         def write_own() -> dict:
             """This rank's entries of the manifest."""
-            names = [f"tensors/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"]
+            entries = dict(writer.entries)
             if own:
-                names.append(f"own/rank-{rank:05d}.safetensors")
-                path = os.path.join(temporary, names[-1])
-                save_file(own, path)
-                sync(path)
-            entries = {}
-            for name in names:
-                if os.path.exists(os.path.join(temporary, name)):  # a rank with nothing to write has no file
-                    entries |= describe(temporary, name)  # read back, hashed in chunks
+                name = f"own/rank-{rank:05d}.safetensors"
+                entries[name] = write_tensors(os.path.join(temporary, name), own, {"format": "pt"})
             return entries
 
         def finish():
@@ -397,7 +394,7 @@ class Checkpoints:
 
         try:
             together(prepare, only_rank_0=True)
-            writer = HuggingFaceStorageWriter(os.path.join(temporary, "tensors"), save_distributed=True)
+            writer = Writer(temporary, rank)
             dcp.save(shared, storage_writer=writer, process_group=self.group)
             files = together(write_own)
             size = together(finish, only_rank_0=True)[0]
@@ -612,13 +609,3 @@ class Checkpoints:
                 tensor.detach().copy_(mine[key])
         self.parent = f"{manifest['run_id']}/{os.path.basename(path)}"
         return state, fits
-
-
-def layout_of(shared: dict) -> str:
-    """A digest of how tensors are spread over ranks: only the same layout can take `own` tensors back."""
-    rows = [
-        f"{key} {tuple(v.shape)} {v.placements} {v.device_mesh.mesh.tolist()}"
-        for key, v in sorted(shared.items())
-        if isinstance(v, DTensor)
-    ]
-    return hashlib.sha256("\n".join(rows).encode()).hexdigest()

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 FORMAT = "nova-checkpoint-1"
@@ -31,6 +32,8 @@ DTYPES = {  # safetensors' names
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WRITE_BYTES = 2**24
 EXPORT_FILE_BYTES = 5 * 10**9  # an export larger than this is split, as Hub repos usually are
 
 
@@ -140,6 +143,59 @@ def read_state(folder: str) -> dict:
         return json.load(f)
 
 
+def write_tensors(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict:
+    """Write host tensors as safetensors, synced; {"size": bytes, "sha256": of what should have been written}.
+
+    The library's own writer copies everything twice and holds the interpreter while it does; this one streams from
+    the tensors' memory, hashes on the way, and lets training run."""
+    names = sorted(
+        tensors, key=lambda n: (-tensors[n].element_size(), n)
+    )  # large items first: all are aligned
+    header, at = {"__metadata__": metadata}, 0
+    for name in names:
+        tensor = tensors[name]
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as f:
+        parts = (memoryview(tensors[n].contiguous().reshape(-1).view(torch.uint8).numpy()) for n in names)
+        for part in (memoryview(len(text).to_bytes(8, "little") + text), *parts):
+            for start in range(0, len(part), WRITE_BYTES):
+                block = part[start : start + WRITE_BYTES]
+                digest.update(block)
+                f.write(block)
+            size += len(part)
+        f.flush()
+        os.fsync(f.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+class Writer(HuggingFaceStorageWriter):
+    """DCP's writer of safetensors, with this project's way of putting a file on the disk."""
+
+    def __init__(self, folder: str, rank: int):
+        super().__init__(os.path.join(folder, "tensors"), save_distributed=True)
+        self.folder, self.name, self.entries = folder, f"tensors/rank-{rank:05d}.safetensors", {}
+
+    def write_data(self, plan, planner) -> torch.futures.Future:
+        tensors = {item.index.fqn: planner.resolve_data(item).detach() for item in plan.items}
+        assert len(tensors) == len(plan.items), "DCP planned two chunks of one tensor for one rank"
+        if tensors:  # a rank whose shards are all empty writes no file
+            offsets = {i.index.fqn: {"saved_offsets": list(i.tensor_data.chunk.offsets)} for i in plan.items}
+            metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+            self.entries[self.name] = write_tensors(os.path.join(self.folder, self.name), tensors, metadata)
+        future = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
 class Chunk(NamedTuple):
     """A piece of a saved tensor: the file that holds it and where it lies in the whole."""
 
@@ -200,6 +256,16 @@ def check_space(folder: str, bytes_needed: float):
             f"{folder} has {free / 1e9:.1f} GB free, its checkpoints need {bytes_needed / 1e9:.1f} GB: "
             "free space, choose another out_dir, or lower ckpt_keep"
         )
+
+
+def layout_of(shared: dict) -> str:
+    """A digest of how tensors are spread over ranks: only the same layout can take `own` tensors back."""
+    rows = [
+        f"{key} {tuple(v.shape)} {v.placements} {v.device_mesh.mesh.tolist()}"
+        for key, v in sorted(shared.items())
+        if isinstance(v, DTensor)
+    ]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 def compare(saved: dict, shared: dict, path: str):
@@ -291,8 +357,7 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EX
                 whole[name] = value.to("cpu").contiguous()
         try:
             if agree.rank == 0:
-                save_file(whole, os.path.join(temporary, title), metadata={"format": "pt"})
-                sync(os.path.join(temporary, title))
+                write_tensors(os.path.join(temporary, title), whole, {"format": "pt"})
         except Exception as e:
             problem = CheckpointError(f"export to {folder}: {e}")
         agree.verdict(problem, "export")

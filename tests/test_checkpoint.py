@@ -432,7 +432,7 @@ def make_bad(folder, good, how):
         elif how == "file missing":
             os.unlink(shard)
         elif how == "file added":
-            shutil.copy(shard, os.path.join(tensors, "shard-00002-model-00001-of-00001.safetensors"))
+            shutil.copy(shard, os.path.join(tensors, "rank-00002.safetensors"))
         elif how == "files exchanged":
             shutil.copy(os.path.join(target, "state.json"), shard)
         elif how == "dangling link":
