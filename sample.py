@@ -60,8 +60,10 @@ def load(path: str):
     settings.use_fp8, settings.use_compile = "off", False  # plain bf16-free arithmetic: any machine, fp32
     model = Nova(settings)
     model.load_state_dict(tensors, strict=True)
-    file = os.path.join(path, "export", "tokenizer.json")
-    return model.eval(), settings, data.Tokenizer(config["tokenizer"], file if os.path.exists(file) else None)
+    file = next(
+        (f for f in (f"{path}/tokenizer.json", f"{path}/export/tokenizer.json") if os.path.exists(f)), None
+    )
+    return model.eval(), settings, data.Tokenizer(config["tokenizer"], file)
 
 
 def main(argv=None):

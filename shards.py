@@ -307,7 +307,7 @@ class Tokenizer:
 
     def __init__(self, metadata: dict | None = None, path: str | None = None):
         metadata = metadata or {}
-        self.kind, self.eot, self.lengths = "ids", metadata.get("eot"), None
+        self.kind, self.eot, self.lengths, self.path = "ids", metadata.get("eot"), None, path
         if metadata.get("tokenizer") == "bytes":
             self.kind, self.eot = "bytes", metadata.get("eot", 256)
             self.lengths = np.ones(256, np.int64)

@@ -26,6 +26,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -52,6 +53,9 @@ FILES = (
 )
 
 DRILL_STEPS = 4
+UPLOAD_SECONDS = (
+    4 * 3600
+)  # that a finished run waits for its last uploads; what is not there by then stays local
 HORIZON = (
     "total_steps",
     "target_tokens",
@@ -104,7 +108,8 @@ def train(settings: Settings) -> dict:
         raise OutOfMemory(run, e) from e
     if stop:
         save(run, "latest", wait=True)
-        run.checkpoints.close(timeout=settings.hub_patience)
+        left = run.budget.left(time.monotonic()) if stop == "job_hours" else None  # reserved for the upload
+        run.checkpoints.close(timeout=max(settings.hub_patience, left or 0))
         raise startup.Stopped(
             stop, f"stopped by {stop} after step {run.step}, saved: the same command goes on"
         )
@@ -188,7 +193,8 @@ def start_up(run: Run, launched: float) -> Run:
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
     with agree.stage("resume"):
         resume(run, saved, path)
-        run.budget = schedule.Budget(s, launched, run.metrics.used_before, world=agree.world)
+        assumed = {"upload": planned.files["upload_seconds"]} if planned and run.checkpoints.publisher else {}
+        run.budget = schedule.Budget(s, launched, run.metrics.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
         run.metrics.launch(run.step, settings_digest=s.digest())
@@ -559,8 +565,19 @@ def finish(run: Run) -> dict:
         bigram_baseline=baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
         optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.checkpoints.failures),
     )  # fmt: skip
-    left = run.checkpoints.close(timeout=s.hub_patience)
-    return {"step": run.step, "val_loss": report["val_loss"], "export": folder, "unpublished": left}
+    if agree.rank == 0:
+        shutil.copy(os.path.join(s.out_dir, "report.json"), folder)
+        if run.stream.tokenizer.path:
+            shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
+    run.checkpoints.publish(folder, "")
+    left = run.checkpoints.close(timeout=UPLOAD_SECONDS)
+    return {
+        "step": run.step,
+        "saved": run.step,
+        "val_loss": report["val_loss"],
+        "export": folder,
+        "unpublished": left,
+    }
 
 
 def drill(run: Run) -> dict:

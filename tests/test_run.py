@@ -228,3 +228,79 @@ def test_seed_8x_config_names_everything_this_machine_lacks(world):
     assert child.returncode == 64
     assert "no GPU" in child.stderr and "HF_DATASET_REPO" in child.stderr and "Traceback" not in child.stderr
     assert not os.path.exists(folder / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h200_8x", "h200_8x_10b", "h200_4x", "h200_multinode", "quickstart"])
+def test_each_config_file_runs_when_shrunk(world, name):
+    """The file itself, with its sizes reduced and the GPU parts replaced: every other line of it is used."""
+    folder, environ = world
+    arguments = [
+        "--device=cpu", f"--data={folder}", "--domains=code,math", "--d_model=32", "--n_layers=2", "--n_heads=4",
+        "--n_kv_heads=2", "--ffn_hidden=64", "--max_len=32", "--sequences_per_step=8", "--micro_batch=2", "--total_steps=4",
+        "--target_tokens=None", "--warmup_steps=1", "--ctx_warmup_steps=0", "--eval_every=2", "--ckpt_every=2",
+        "--val_rows=4", "--eval_rows=2", "--final_eval_rows=2", "--threads=1", "--use_compile=false", "--sample_tokens=4",
+    ]  # fmt: skip
+    ranks = []
+    if name == "h200_multinode":
+        arguments.append("--shard_size=2")
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    script, config = os.path.join(ROOT, "train_nova.py"), os.path.join(ROOT, "config", f"{name}.py")
+    child = subprocess.run(
+        [sys.executable, *ranks, script, config, f"--out_dir={folder / name}", *arguments], env=environ, text=True,
+        capture_output=True, timeout=200,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-2000:]
+    assert json.loads((folder / name / "report.json").read_text())["step"] == 4
+
+
+@pytest.mark.slow
+def test_drill_proves_the_cycle_in_a_folder_of_its_own(world, uninterrupted):
+    before = sorted(p.name for p in (world[0] / "whole" / "checkpoints").iterdir())
+    output = train(world, "whole", "--drill")
+    assert "drill passed" in output and "to the bit" in output
+    assert sorted(p.name for p in (world[0] / "whole" / "checkpoints").iterdir()) == before
+    assert json.loads((world[0] / "whole" / "drill" / "status.json").read_text())["drill"]["save"] > 0
+
+
+@pytest.mark.slow
+def test_stable_phase_branches_into_a_decay(world, uninterrupted):
+    folder = world[0]
+    milestone = next(
+        p
+        for p in (folder / "whole" / "checkpoints").iterdir()
+        if p.name.startswith("step-00000006-milestone")
+    )
+    output = train(world, "branch", f"--schedule_from={milestone}", "--total_steps=9")
+    assert "decay from step" in output
+    rows = [r for r in metrics.read_rows(str(folder / "branch" / "metrics.jsonl")) if r["kind"] == "step"]
+    assert [r["step"] for r in rows] == [7, 8, 9] and rows[-1]["muon_lr"] == pytest.approx(6e-4)
+    assert rows[0]["loss"] == losses(world, "whole")[7][0]
+
+
+@pytest.mark.slow
+def test_repeated_non_finite_steps_end_the_run_with_a_black_box(world):
+    output = train(
+        world, "diverged", "--muon_lr=1e30", "--lr=1e30", "--weight_decay=0", "--grad_clip=0", expect=70
+    )
+    assert "update skipped" in output and "non-finite steps in a row" in output
+    box = json.loads((world[0] / "diverged" / "blackbox.json").read_text())
+    assert box["steps"][-1]["samples"][1] % 8 == 0 and status(world, "diverged")["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_budget_ends_decayed_and_in_time(world):
+    began = time.monotonic()
+    train(
+        world,
+        "budget",
+        "--max_hours=0.01",
+        "--total_steps=100000",
+        "--log_every=100",
+        "--eval_every=100000",
+        "--ckpt_every=100000",
+    )
+    seconds = json.loads((world[0] / "budget" / "report.json").read_text())["elapsed_h"] * 3600
+    rows = [r for r in metrics.read_rows(str(world[0] / "budget" / "metrics.jsonl")) if r["kind"] == "step"]
+    assert seconds <= 36 and time.monotonic() - began < 120
+    assert rows[-1]["muon_lr"] == pytest.approx(6e-4) and rows[-1]["step"] < 100_000
