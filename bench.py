@@ -44,10 +44,14 @@ from bench_tools import (
     Row,
     batch_of,
     compare,
+    contenders,
     environment,
+    loss_pair,
     matmul_peak,
+    matrices,
     measure,
     mesh,
+    muon_pair,
     nova_settings,
     on_ranks,
     peak_bytes,
@@ -60,25 +64,6 @@ BASELINE = os.path.join(HERE, "tests", "bench_baseline.json")
 TOLERANCE = 0.25  # of --check
 
 # --- train --------------------------------------------------------------------------------------------------
-
-
-def contenders(size: dict, compiled: bool, attention: str) -> dict:
-    """{name: trainer} at equal parameters; names say the arithmetic of the matmuls."""
-    s = size
-    sizes = (s["vocab"], s["d"], s["layers"], s["heads"])
-    seed_sizes = (*sizes, max(1, s["heads"] // 2), 3 * s["d"], s["context"])
-    torch.manual_seed(0)
-    made = {
-        "nova": NovaTrainer(nova_settings(s, attention=attention)),
-        "nova-fp32": NovaTrainer(nova_settings(s, attention=attention), sharded=False),
-    }
-    if compiled:
-        made["nova-compiled"] = NovaTrainer(nova_settings(s, attention=attention, use_compile=True))
-    for dtype in ("fp32", "bf16"):
-        made[f"nanogpt-{dtype}"] = peers.nanogpt(*sizes, s["context"], bf16=dtype == "bf16")
-        made[f"seed-{dtype}"] = peers.seed(*seed_sizes, bf16=dtype == "bf16")
-        made[f"encoder-{dtype}"] = peers.encoder(*sizes, s["context"], bf16=dtype == "bf16")
-    return made
 
 
 def case_train(report: Report, options):
@@ -94,7 +79,7 @@ def case_train(report: Report, options):
             for contender, trainer in trainers.items():
                 steps[contender, "micro"] = partial(trainer.micro, x, y)
                 steps[contender, "update"] = partial(trainer.update, 0.01)
-            times = measure(steps, options.rounds)
+            times = measure(steps, options.rounds, options.seconds)
             for contender, trainer in trainers.items():
                 parts = [statistics.median(times[contender, p]) for p in ("micro", "update")]
                 report.fact(
@@ -159,7 +144,9 @@ def case_quality(report: Report, options):
             "nanogpt": gpt,
         }
         horizon = schedule.first_horizon(settings)
-        held_out = windows(validation, 400, size["context"], torch.Generator().manual_seed(1234))
+        held_out = windows(
+            validation, 50 if options.tiny else 400, size["context"], torch.Generator().manual_seed(1234)
+        )
         seconds = dict.fromkeys(trainers, 0.0)
         curve = {name: [(0, 0.0, t.evaluate(*held_out))] for name, t in trainers.items()}
         for start in range(0, steps, chunk):
@@ -202,28 +189,6 @@ def case_quality(report: Report, options):
 # --- loss ---------------------------------------------------------------------------------------------------
 
 
-def loss_pair(tokens: int, d: int, vocab: int, chunk: int):
-    """{"chunked": Nova's loss, "whole": the same loss with whole logits}, each forward and backward on bf16 inputs."""
-    from model import SoftcapCrossEntropy
-
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, d, generator=generator).bfloat16().requires_grad_()
-    weight = (0.02 * torch.randn(vocab, d, generator=generator)).bfloat16().requires_grad_()
-    targets = torch.randint(vocab, (tokens,), generator=generator)
-
-    def chunked():
-        x.grad = weight.grad = None
-        SoftcapCrossEntropy.apply(x, weight, targets, vocab, 50.0, 0.0, chunk)[0].backward()
-
-    def whole():
-        x.grad = weight.grad = None
-        logits = torch.nn.functional.linear(x, weight).float()
-        logits = 50.0 * torch.tanh(logits / 50.0)
-        torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
-
-    return {"chunked": chunked, "whole": whole}
-
-
 def case_loss(report: Report, options):
     """The loss head: time, and the peak of live bytes above its inputs."""
     tokens, d, vocab = (64, 32, 512) if options.tiny else (2048, 256, 65536)
@@ -238,28 +203,6 @@ def case_loss(report: Report, options):
 
 
 # --- muon ---------------------------------------------------------------------------------------------------
-
-
-def matrices(n: int, rows: int, columns: int):
-    """n parameters (rows, columns) with gradients."""
-    generator = torch.Generator().manual_seed(0)
-    made = [torch.nn.Parameter(torch.randn(rows, columns, generator=generator)) for _ in range(n)]
-    for p in made:
-        p.grad = torch.randn(rows, columns, generator=generator)
-    return made
-
-
-def muon_pair(n: int, rows: int, columns: int):
-    """Optimizer steps over one list of matrices: Nova's Muon, torch's, the seed's."""
-    import muon
-
-    ours = muon.Muon([(f"m{i}", p) for i, p in enumerate(matrices(n, rows, columns))])
-    theirs = torch.optim.Muon(matrices(n, rows, columns), adjust_lr_fn="match_rms_adamw")
-    return {
-        "nova": ours.step,
-        "torch.optim.Muon": theirs.step,
-        "seed": peers.SeedMuon(matrices(n, rows, columns)).step,
-    }
 
 
 def muon_on_ranks(rank, world, shapes, rounds):
@@ -286,7 +229,7 @@ def case_muon(report: Report, options):
     """One process against torch.optim.Muon; two processes against every rank repeating the work."""
     lists = [(4, 16, 32)] if options.tiny else [(24, 256, 1024), (192, 32, 128), (12, 1024, 1024)]
     for n, rows, columns in lists:
-        times = measure(muon_pair(n, rows, columns), options.rounds)
+        times = measure(muon_pair(n, rows, columns), options.rounds, options.seconds)
         for peer in ("torch.optim.Muon", "seed"):
             report.row(compare(f"muon/{n}x{rows}x{columns}", times, "nova", peer, 0, "s"))
     for n, rows, columns in (
@@ -332,7 +275,7 @@ def case_data(report: Report, options):
             "nanogpt-get_batch": peers.window_loader(os.path.join(folder, "all.bin"), batch, context),
             "torch-DataLoader": peers.torch_loader(paths, batch),
         }
-        times = measure(loaders, options.rounds, 0.02 if options.tiny else 0.5)
+        times = measure(loaders, options.rounds, options.seconds)
         for peer in list(loaders)[1:]:
             report.row(compare("data/loader", times, "nova", peer, batch * context, "tok/s"))
         before = resident()
@@ -437,7 +380,7 @@ def case_startup(report: Report, options):
             f"--out_dir={out}", f"--cache_dir={folder}",
         ]  # fmt: skip
         commands = {
-            "nova": partial(until, r"\bstep +1\b", nova),
+            "nova": partial(until, r"\| step 0*1/", nova),
             "nanogpt": partial(until, "^step 1 ", [sys.executable, "peers.py"]),
             "seed-imports": partial(until, "^step 1 ", [sys.executable, "peers.py", "seed"]),
         }
@@ -487,7 +430,7 @@ def case_scale(report: Report, options):
                 size["heads"] = value // 64
             trainers[value] = trainer = NovaTrainer(nova_settings(size))
             steps[value] = partial(trainer.micro, *batch_of(size))
-        times = measure(steps, options.rounds)
+        times = measure(steps, options.rounds, options.seconds)
         rows = []
         for value, trainer in trainers.items():
             tokens = (base["batch"] if axis != "batch" else value) * trainer.settings.max_len
@@ -613,6 +556,7 @@ def main(argv=None) -> int:
     parser.add_argument("cases", nargs="*", metavar="case", help=f"{', '.join(CASES)}; none: all but quality")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--gpu", action="store_true", help="the script for one H200, see bench_gpu.py")
+    parser.add_argument("--minutes", type=float, default=8.0, help="--gpu: no case begins after this")
     parser.add_argument("--check", action="store_true", help="compare with the stored baseline; 1 if worse")
     parser.add_argument("--update", action="store_true", help="with --check: store the baseline anew")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each contender")
@@ -632,10 +576,19 @@ def main(argv=None) -> int:
     parser.add_argument("--lr", type=float, default=3e-3, help="quality: AdamW's rate in Nova")
     parser.add_argument("--tiny", action="store_true", help="toy shapes: does it run? figures mean nothing")
     options = parser.parse_args(argv)
+    options.seconds = 0.0 if options.tiny else 0.2  # that one measurement fills, by repeating short work
     if unknown := [c for c in options.cases if c not in CASES]:
         parser.error(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
-    if not options.gpu:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
+    had_group = dist.is_initialized()
+    try:
+        return dispatch(options)
+    finally:
+        if dist.is_initialized() and not had_group:
+            dist.destroy_process_group()
+
+
+def dispatch(options) -> int:
     if options.check:
         return check_baseline(options.update)
     report = Report(options.json)
@@ -650,8 +603,6 @@ def main(argv=None) -> int:
         default = ["tiny"] if options.tiny else ["0.8M"] if name == "quality" else ["0.8M", "12M"]
         options.sizes = sizes or default
         CASES[name](report, options)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How bench.py measures: contenders that take turns, rows, Nova as a contender, ranks, peak bytes."""
+"""How bench.py measures: contenders that take turns, rows, peak bytes, ranks; Nova and its peers as contenders."""
 
 import json
 import math
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import peers
 from settings import Settings, assign, check
 
 # Models of equal parameters: Nova with half as many kv heads and 3 d of SwiGLU has GPT's 12 d^2 a block. `0.8M` is
@@ -77,9 +78,12 @@ class Report:
         self.line({"case": case, **facts}, f"{case:22} {pairs(facts)}")
 
     def line(self, values: dict, text: str):
-        print(
-            json.dumps(values) if self.as_json else "bench " + " ".join(text.split("  ")).rstrip(), flush=True
-        )
+        if self.as_json:  # JSON knows no infinity
+            values = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+            }
+            text = json.dumps(values)
+        print(text if self.as_json else f"bench {text}", flush=True)
 
 
 def pairs(facts: dict) -> str:
@@ -130,8 +134,8 @@ def compare(case: str, times: dict, ours: str, peer: str, work: float, unit: str
 
 
 def spread(values: list[float]) -> float:
-    """10-90 % range over the median; nan, which no ratio is within, is avoided: one value has no known spread."""
-    if len(values) < 2:
+    """10-90 % range over the median. One value has no known spread: infinite, so that its row is inconclusive."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.inf
     tenths = statistics.quantiles(values, n=10, method="inclusive")
     return (tenths[-1] - tenths[0]) / statistics.median(values)
@@ -302,3 +306,69 @@ def _rank(rank, queue, store, function, world, arguments):
         dist.barrier()
     except BaseException:
         queue.put((rank, traceback.format_exc()))
+
+
+# --- contenders ---------------------------------------------------------------------------------------------
+
+
+def contenders(size: dict, compiled: bool, attention: str) -> dict:
+    """{name: trainer} at equal parameters; names say the arithmetic of the matmuls."""
+    s = size
+    sizes = (s["vocab"], s["d"], s["layers"], s["heads"])
+    seed_sizes = (*sizes, max(1, s["heads"] // 2), 3 * s["d"], s["context"])
+    torch.manual_seed(0)
+    made = {
+        "nova": NovaTrainer(nova_settings(s, attention=attention)),
+        "nova-fp32": NovaTrainer(nova_settings(s, attention=attention), sharded=False),
+    }
+    if compiled:
+        made["nova-compiled"] = NovaTrainer(nova_settings(s, attention=attention, use_compile=True))
+    for dtype in ("fp32", "bf16"):
+        made[f"nanogpt-{dtype}"] = peers.nanogpt(*sizes, s["context"], bf16=dtype == "bf16")
+        made[f"seed-{dtype}"] = peers.seed(*seed_sizes, bf16=dtype == "bf16")
+        made[f"encoder-{dtype}"] = peers.encoder(*sizes, s["context"], bf16=dtype == "bf16")
+    return made
+
+
+def loss_pair(tokens: int, d: int, vocab: int, chunk: int):
+    """{"chunked": Nova's loss, "whole": the same loss with whole logits}, each forward and backward on bf16 inputs."""
+    from model import SoftcapCrossEntropy
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, d, generator=generator).bfloat16().requires_grad_()
+    weight = (0.02 * torch.randn(vocab, d, generator=generator)).bfloat16().requires_grad_()
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+
+    def chunked():
+        x.grad = weight.grad = None
+        SoftcapCrossEntropy.apply(x, weight, targets, vocab, 50.0, 0.0, chunk)[0].backward()
+
+    def whole():
+        x.grad = weight.grad = None
+        logits = torch.nn.functional.linear(x, weight).float()
+        logits = 50.0 * torch.tanh(logits / 50.0)
+        torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
+
+    return {"chunked": chunked, "whole": whole}
+
+
+def matrices(n: int, rows: int, columns: int):
+    """n parameters (rows, columns) with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.nn.Parameter(torch.randn(rows, columns, generator=generator)) for _ in range(n)]
+    for p in made:
+        p.grad = torch.randn(rows, columns, generator=generator)
+    return made
+
+
+def muon_pair(n: int, rows: int, columns: int):
+    """Optimizer steps over one list of matrices: Nova's Muon, torch's, the seed's."""
+    import muon
+
+    ours = muon.Muon([(f"m{i}", p) for i, p in enumerate(matrices(n, rows, columns))])
+    theirs = torch.optim.Muon(matrices(n, rows, columns), adjust_lr_fn="match_rms_adamw")
+    return {
+        "nova": ours.step,
+        "torch.optim.Muon": theirs.step,
+        "seed": peers.SeedMuon(matrices(n, rows, columns)).step,
+    }
