@@ -83,7 +83,7 @@ class Crew:
         if step is not None:
             for stream in self.streams:
                 if stream.agree.rank == 0 and stream.listing:
-                    stream.listing.join(10)
+                    stream.listing.join(60)
                 stream.refresh(step)
         out = []
         for stream in self.streams:
