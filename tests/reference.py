@@ -96,7 +96,7 @@ def logits(w, ids, s, first=0):
     """ids (B, T) -> logits (B, T, vocab_size), the whole model. `first`: position of the first token."""
     out = []
     for row in ids:
-        x = rms(w["embed.weight"][row])
+        x = w["embed.weight"][row]
         for i in range(s.n_layers):
             p = f"layers.{i}."
             scale = lambda name, p=p: w.get(p + name, 1.0)  # noqa: E731
