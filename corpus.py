@@ -70,18 +70,13 @@ def make(folder: str, log):
     os.chmod(work, 0o755)
     try:
         domains, total = {}, 0
-        for domain, texts in (
-            ("code", code),
-            ("general", general),
-            ("math", mathematics),
-            ("reasoning", reasoning),
-        ):
+        recipe = {"code": code, "general": general, "math": mathematics, "reasoning": reasoning}
+        for domain, texts in recipe.items():
             unique = list(dict.fromkeys(t.strip() for t in texts()))
             documents = pack.Documents([t.encode("utf-8", errors="replace") for t in unique])
             _, encode = pack.load_tokenizer("bytes", None)
-            fill = pack.pack_text(
-                documents, domain, encode, 256, 257, pack.SHARD_TOKENS, 0.02, 0, lambda n: None
-            )  # fmt: skip
+            size, share = pack.SHARD_TOKENS, 0.02
+            fill = pack.pack_text(documents, domain, encode, 256, 257, size, share, 0, lambda n: None)
             domains[domain] = pack.pack_domain(work, domain, fill)
             total += domains[domain]["tokens"]
         domains["reasoning"]["source"] = "generated worked steps: synthetic"
@@ -89,10 +84,8 @@ def make(folder: str, log):
         pack.save_json(os.path.join(work, "metadata.json"), meta | {"domains": domains})
         try:
             os.rename(work, folder)
-        except OSError:
-            if not os.path.exists(
-                f"{folder}/metadata.json"
-            ):  # else another process was quicker: the same text
+        except OSError:  # it is there: another process was quicker with the same text, or it is incomplete
+            if not os.path.exists(f"{folder}/metadata.json"):
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(work, folder)
     finally:

@@ -133,12 +133,8 @@ class Domain:
             if self.pos < n:
                 break
             self.shard, self.pos = self.shard + 1, 0
-        self.ready = (
-            self.epoch,
-            self.shard,
-            shard,
-            permutation(n, self.stream.seed, self.name, self.epoch, name),
-        )
+        order = permutation(n, self.stream.seed, self.name, self.epoch, name)
+        self.ready = (self.epoch, self.shard, shard, order)
         following = names[self.shard + 1 : self.shard + 2] or self.order(self.epoch + 1)[:1]
         self.opened = {name: shard}
         for other in self.fetched - {name, *following}:

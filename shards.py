@@ -192,9 +192,8 @@ class Shard:
         y[: n - 1] = t[1:]
         y[n - 1 :] = -1  # no next token is known
         if not self.by_row and self.row < self.tokens:
-            y[
-                self.row - 1 - start % self.row :: self.row
-            ] = -1  # a row does not predict the one joined behind it
+            end = self.row - 1 - start % self.row
+            y[end :: self.row] = -1  # a row does not predict the one joined behind it
 
     def __del__(self):
         if hasattr(self, "fd"):

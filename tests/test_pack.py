@@ -338,7 +338,11 @@ def test_python_corpus_of_a_killed_process_is_packed_again(few_files, tmp_path, 
         with pytest.raises(ZeroDivisionError):
             corpus.python_corpus(str(tmp_path), Rank(), print)
     assert os.listdir(tmp_path) == []
-    assert os.path.exists(corpus.python_corpus(str(tmp_path), Rank(), print) + "/metadata.json")
+    folder = corpus.python_corpus(str(tmp_path), Rank(), print)
+    assert os.path.exists(folder + "/metadata.json")
+    os.unlink(folder + "/metadata.json")  # incomplete, by whatever accident
+    assert corpus.python_corpus(str(tmp_path), Rank(), print) == folder
+    assert os.path.exists(folder + "/metadata.json")
 
 
 def test_only_one_process_of_a_machine_packs(cache, tmp_path):
