@@ -138,24 +138,27 @@ def exit_code_of(error: BaseException) -> int:
     return getattr(error, "exit_code", 74 if isinstance(error, OSError) else 70)
 
 
+def inside_torch_distributed(frames: list) -> bool:
+    return any(f"{os.sep}torch{os.sep}distributed{os.sep}" in f.filename for f in frames)
+
+
 def in_collective(frames: list) -> bool:
     """Do these stack entries, innermost first, wait for other ranks? Then the rank is a victim, not the culprit."""
-    if any(f"{os.sep}torch{os.sep}distributed{os.sep}" in f.filename for f in frames[:4]):
-        return True
     line = frames[0].line or "" if frames else ""  # on a GPU the host waits where it reads a result
-    return bool(re.search(r"\.item\(|\.tolist\(|synchronize\(|\.cpu\(", line))
+    return inside_torch_distributed(frames[:4]) or bool(
+        re.search(r"\.item\(|\.tolist\(|synchronize\(|\.cpu\(", line)
+    )
 
 
 def is_peer_loss(error: BaseException) -> bool:
     """Did a collective or the store fail under this rank? Then another rank, or the network, is to blame."""
-    import torch
     import torch.distributed as dist
 
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
         return True
-    frames = traceback.extract_tb(error.__traceback__)[::-1]
-    oom = isinstance(error, torch.OutOfMemoryError)
-    return type(error) is RuntimeError and not oom and in_collective(frames[:1])
+    words = re.search(r"gloo|nccl|connection|socket|timed out", str(error), re.IGNORECASE)
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    return type(error) is RuntimeError and bool(words) and inside_torch_distributed(frames)
 
 
 def process_state(pid: int) -> tuple[str, str] | None:
@@ -184,11 +187,9 @@ class Control:
         import torch.distributed as dist
 
         self.settings, self.log, self.environ = settings, log, environ
-        self.rank, self.world = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-        self.local_rank, self.local_world = (
-            int(environ.get("LOCAL_RANK", 0)),
-            int(environ.get("LOCAL_WORLD_SIZE", 1)),
-        )
+        names = dict(rank="RANK", world="WORLD_SIZE", local_rank="LOCAL_RANK", local_world="LOCAL_WORLD_SIZE")
+        for name, variable in names.items():
+            setattr(self, name, int(environ.get(variable, "WORLD" in variable)))
         self.torchrun = "TORCHELASTIC_RUN_ID" in environ
         self.device, self.lost = None, LOST["cpu"]
         self.info, self.count, self.closed, self.failure = {}, 0, False, None
@@ -201,19 +202,15 @@ class Control:
                 self.address, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout
             )
             self.port = self.server.port
-        self.prefix = (
-            f"nova/{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        )
+        self.prefix = f"nova/{environ.get('TORCHELASTIC_RUN_ID', '')}"
         try:
             self.store, watched = self._connect(), self._connect()
         except (dist.DistNetworkError, dist.DistStoreError) as e:
-            raise StartupError(
-                f"no answer from rank 0's store at {self.address}:{self.port}: {e}", rank=0
-            ) from None
-        state = process_state(os.getpid())
-        self.store.set(
-            f"pid/{self.rank}", json.dumps([place(), os.getpid(), state and state[1], socket.gethostname()])
-        )
+            text = f"no answer from rank 0's store at {self.address}:{self.port}: {e}"
+            raise StartupError(text, rank=0) from None
+        self.place, state = place(), process_state(os.getpid())
+        card = [self.place, os.getpid(), state and state[1], socket.gethostname()]
+        self.store.set(f"pid/{self.rank}", json.dumps(card))
         self.store.set(f"beat/{self.rank}", "0")  # a rank that stops before its first beat must be visible
         self.signals, self.leaving = StopSignals(), threading.Lock()
         self.pulse = time.monotonic()
@@ -223,12 +220,8 @@ class Control:
     def _connect(self):
         import torch.distributed as dist
 
-        return dist.PrefixStore(
-            self.prefix,
-            dist.TCPStore(
-                self.address, self.port, is_master=False, wait_for_workers=False, timeout=self.timeout
-            ),
-        )
+        options = dict(is_master=False, wait_for_workers=False, timeout=self.timeout)
+        return dist.PrefixStore(self.prefix, dist.TCPStore(self.address, self.port, **options))
 
     # -- failures --
     def record(
@@ -236,9 +229,7 @@ class Control:
     ) -> dict:
         """Write the failure unless one is written already. Returns the one that counts."""
         rank, stage = self.rank if rank is None else rank, stage or self.task[0]
-        note = dict(
-            rank=rank, by=self.rank, host=self._host_of(rank, store), stage=stage, why=why, code=code, **more
-        )
+        note = dict(rank=rank, host=self._host_of(rank, store), stage=stage, why=why, code=code, **more)
         try:
             return json.loads((store or self.store).compare_set("fail", "", json.dumps(note)))
         except Exception:  # the store is gone: this rank's own view is all there is
@@ -279,20 +270,22 @@ class Control:
             raise Stopped(f.get("reason", "?"), f["why"])
         raise RankFailed(f["rank"], self.sentence(f), f["code"])
 
-    @staticmethod
-    def sentence(f: dict) -> str:
+    def sentence(self, f: dict) -> str:
+        if self.world == 1:
+            return f"{'stopped' if f['code'] == 3 else 'failed'} in '{f['stage']}': {f['why']}"
         who = f"rank {f['rank']} ({f['host']})" if f["rank"] != NOBODY else "no single rank to blame"
-        return f"first failure: {who} in '{f['stage']}': {f['why']}"
+        return f"first {'to stop' if f['code'] == 3 else 'failure'}: {who} in '{f['stage']}': {f['why']}"
 
     def leave(self, f: dict):
         """End this process now, whatever its main thread is in: say why, write the status, no unwinding."""
-        self.leaving.acquire(
-            timeout=5
-        )  # watchdog and main thread may both come here: the first one ends both
-        end = threading.Timer(5, os._exit, (self.final_code(f["code"]),))  # should the file system hang, too
+        self.leaving.acquire(timeout=5)  # watchdog and main thread may both come here
+        end = threading.Timer(5, os._exit, (self.final_code(f["code"]),))  # also if the file system hangs
         end.daemon = True
         end.start()
-        print(f"[nova] rank {self.rank} stops; {self.sentence(f)}", file=sys.stderr, flush=True)
+        if f["rank"] == NOBODY and threading.current_thread() is not threading.main_thread():
+            print(f"[nova] rank {self.rank} was at {self._whereabouts()[1]}", file=sys.stderr)
+        who = f"rank {self.rank} stops; " if self.world > 1 else ""
+        print(f"[nova] {who}{self.sentence(f)}", file=sys.stderr, flush=True)
         self.write_failure(f)
         sys.stdout.flush()
         os._exit(self.final_code(f["code"]))
@@ -300,9 +293,8 @@ class Control:
     def write_failure(self, f: dict):
         keep = {k: f[k] for k in ("rank", "host", "stage", "why", "reason") if k in f}
         try:
-            write_status(
-                self.settings.out_dir, CODES.get(f["code"], "failed"), f["code"], **self.info, **keep
-            )
+            status = CODES.get(f["code"], "failed")
+            write_status(self.settings.out_dir, status, f["code"], **self.info, **keep)
         except OSError as e:
             print(f"[nova] rank {self.rank}: status.json not written: {e}", file=sys.stderr, flush=True)
 
@@ -320,13 +312,8 @@ class Control:
     def _watch(self, store):
         import torch.distributed as dist
 
-        neighbour, seen, beat, beaten, peers = (
-            (self.rank + 1) % self.world,
-            (None, time.monotonic()),
-            0,
-            0.0,
-            {},
-        )
+        neighbour, seen = (self.rank + 1) % self.world, (None, time.monotonic())
+        beat, beaten, peers = 0, 0.0, {}
         while not self.closed:
             time.sleep(POLL)
             now = time.monotonic()
@@ -357,16 +344,21 @@ class Control:
         what, until = self.task
         if until is None or now < until:
             return
-        stack = sys._current_frames().get(threading.main_thread().ident)
-        frames = traceback.extract_stack(stack)[::-1] if stack else []
-        waits = in_collective(frames)
+        waits, where = self._whereabouts()
         if waits and now < until + self.lost + 3:
             return  # a victim: let the culprit, or its neighbour, speak first
         faulthandler.dump_traceback(all_threads=True)
-        ours = [f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename][:1] or frames[:1]
-        where = f"{os.path.basename(ours[0].filename)} line {ours[0].lineno}: {ours[0].line}" if ours else "?"
         why = "still waiting for other ranks after the deadline" if waits else "deadline passed"
         self.leave(self.record(f"{why}, at {where}", rank=NOBODY if waits else None, store=store, stage=what))
+
+    @staticmethod
+    def _whereabouts() -> tuple[bool, str]:
+        """(does the main thread wait for other ranks, the line of ours that it is in)."""
+        stack = sys._current_frames().get(threading.main_thread().ident)
+        frames = traceback.extract_stack(stack)[::-1] if stack else []
+        ours = [f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename] or frames
+        where = f"{os.path.basename(ours[0].filename)} line {ours[0].lineno}: {ours[0].line}" if ours else "?"
+        return in_collective(frames), where
 
     def _check_processes(self, store, peers: dict):
         """A rank of this machine whose process is gone without a bye was killed: no need to wait for its heartbeat."""
@@ -377,21 +369,20 @@ class Control:
             if rank not in peers and store.check([f"pid/{rank}"]):
                 peers[rank] = json.loads(store.get(f"pid/{rank}"))
             where, pid, started, _ = peers.get(rank, (None, 0, None, None))
-            if where is None or where != place():
+            if where is None or where != self.place:
                 continue
             state = process_state(pid)
-            if (state is None or state[0] in "ZX" or state[1] != started) and not store.check(
-                [f"bye/{rank}"]
-            ):
-                if not self._known(store):  # its own last word counts, if it had one
-                    self.leave(self.record(f"process {pid} of rank {rank} is gone", rank=rank, store=store))
+            gone = state is None or state[0] in "ZX" or state[1] != started
+            if (
+                gone and not store.check([f"bye/{rank}"]) and not self._known(store)
+            ):  # its own last word counts
+                self.leave(self.record(f"process {pid} of rank {rank} is gone", rank=rank, store=store))
 
     def _store_lost(self, why: str) -> dict:
         rank = NOBODY if self.torchrun else 0
         host = f"the launcher on {self.address}" if self.torchrun else self.address
-        return dict(
-            rank=rank, host=host, stage=self.task[0], why=f"{why}: {host} is gone or unreachable", code=71
-        )
+        why = f"{why}: {host} is gone or unreachable"
+        return dict(rank=rank, host=host, stage=self.task[0], why=why, code=71)
 
     def _watch_the_watchdog(self):
         """A store whose host vanished without closing the connection blocks the watchdog itself."""
@@ -430,15 +421,9 @@ class Control:
         while self.store.add(key, 0) < self.world:
             if self._known():
                 self.raise_failure()
-            absent = (
-                [r for r in range(self.world) if not self.store.check([f"{key}/{r}"])]
-                if self._overdue(start, timeout)
-                else []
-            )
-            if absent:
-                self.record(
-                    f"ranks {absent} did not finish within {timeout:.0f} s", rank=absent[0], stage=name
-                )
+            late = time.monotonic() - start - timeout
+            if late > 2 * POLL:
+                self._check_absent(key, name, late)
             self._check_stop(key)
             time.sleep(min(0.01 * self.world, POLL))
         if self._known():
@@ -448,8 +433,15 @@ class Control:
             slow = max(range(self.world), key=seconds.__getitem__)
             self.log(f"stage {name} ok in {seconds[slow]:.1f} s (slowest: rank {slow})")
 
-    def _overdue(self, start: float, timeout: float) -> bool:
-        return time.monotonic() - start > timeout + 2 * POLL
+    def _check_absent(self, key: str, name: str, late: float):
+        """A stage is over for this rank but not for all, `late` seconds after its deadline. Ranks that never joined are
+        named at once; others get the time in which they, or their neighbours, speak for themselves."""
+        never = [r for r in range(self.world) if not self.store.check([f"pid/{r}"])]
+        absent = [r for r in range(self.world) if not self.store.check([f"{key}/{r}"])]
+        if never:
+            self.record(f"ranks {never} never arrived", rank=never[0], stage=name)
+        elif absent and late > self.lost + 6:
+            self.record(f"ranks {absent} did not finish", rank=NOBODY, stage=name)
 
     def _check_stop(self, key: str):
         """A signal during start-up ends it as stopped. torchrun also sends one when a rank dies: that rank goes first."""
@@ -458,9 +450,7 @@ class Control:
         while not self._known() and time.monotonic() < self.signals.when + GRACE:
             time.sleep(POLL)
         absent = [r for r in range(self.world) if key and not self.store.check([f"{key}/{r}"])]
-        why = f"{self.signals.name} during start-up" + (
-            f"; ranks {absent} had not finished" if absent else ""
-        )
+        why = f"{self.signals.name} during start-up" + (f"; ranks {absent} not finished" if absent else "")
         self.failure = self.record(why, 3, reason=self.signals.name)
         self.raise_failure()
 
@@ -574,16 +564,19 @@ class Agreement(Control, Exchange):
         import torch.distributed as dist
 
         self.device, self.lost = device, LOST[device.type]
-        options = dict(
-            rank=self.rank, world_size=self.world, timeout=timedelta(seconds=self.settings.init_timeout)
-        )
+        timeout = self._backstop(self.settings.init_timeout)
+        options = dict(rank=self.rank, world_size=self.world, timeout=timeout)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             options |= dict(backend="nccl", device_id=self.device)
         else:
             options |= dict(backend="gloo")
         dist.init_process_group(store=dist.PrefixStore("group", self._connect()), **options)
-        self.group = dist.new_group(backend="gloo", timeout=options["timeout"])
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def _backstop(self, seconds: float) -> timedelta:
+        """The collectives' own timeout: later than the watchdog's, which knows whom to blame. NCCL aborts a victim."""
+        return timedelta(seconds=seconds + 3 * self.lost)
 
     def first_step_done(self):
         """Compilation and first connections are over: from here a collective may take step_timeout only."""
@@ -591,4 +584,4 @@ class Agreement(Control, Exchange):
 
         self.barrier()
         for group in list(c10d._world.pg_map):
-            c10d._set_pg_timeout(timedelta(seconds=self.settings.step_timeout), group)
+            c10d._set_pg_timeout(self._backstop(self.settings.step_timeout), group)

@@ -24,7 +24,6 @@ import traceback
 from agreement import (
     CODES,
     Agreement,
-    Control,
     Exchange,
     RankFailed,
     StartupError,
@@ -205,7 +204,7 @@ def save_traceback(error: BaseException, f: dict):
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}  # before its victims' ends
             with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": Control.sentence(f), "extraInfo": extra}}, file)
+                json.dump({"message": {"message": CURRENT.sentence(f), "extraInfo": extra}}, file)
     except OSError:
         pass  # a full disk must not hide the error itself
 

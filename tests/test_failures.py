@@ -80,7 +80,8 @@ CASES = {  # fault, options, bound, culprit, status, words, how
     "out of memory in the loop": ("1:loop:oom", [], LOST, 1, "failed", "out of memory", dict(ranks=2)),
     "raise before the control word": ("1:step:raise", [], LOST, 1, "failed", "injected", dict(ranks=2)),
     "hang in the loop": ("1:loop:hang", ["--step=6"], 6 + DEADLINE, 1, "system", "sleep", dict(ranks=2)),
-    "ranks in different collectives": ("1:wait:-", ["--step=6"], 6 + 15, -1, "system", "", dict(ranks=2)),
+    "ranks in different collectives": (
+        "1:wait:-", ["--step=6"], 6 + DEADLINE, -1, "system", "dist.", dict(ranks=2)),
     "stopped inside init": ("1:init:stop", [], LOST, 1, "system", "heartbeat", dict(ranks=2, but=[1])),
     "two nodes: killed inside init": ("1:init:kill", [], LOST, 1, "system", "heartbeat", dict(ranks=2, nodes=2)),
     "two nodes: killed in the loop": ("1:loop:kill", [], LOST, 1, "system", "heartbeat", dict(ranks=2, nodes=2)),
@@ -179,9 +180,9 @@ def test_every_signal_to_everyone(tmp_path, number, target, at):
     """Under torchrun all ranks exit 0 after an agreed stop; the launcher itself says 1 when it was the one signalled."""
     ended, saved, steps, codes, text = stop_by(tmp_path, number, target, at, ranks=2, extra=[HANDLED])
     assert ended["status"] == "stopped" and ended["resumable"], text
-    assert len(steps) == 1 and codes == ([1] if target == "launcher" else [0]), text
-    if at == "loop":
-        assert int(saved) == int(steps.pop()) - 1, text
+    assert codes == ([1] if target == "launcher" else [0]), text
+    if at == "loop" or saved:
+        assert len(steps) == 1 and int(saved) == int(steps.pop()) - 1, text
 
 
 @pytest.mark.drill
