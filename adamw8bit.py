@@ -109,6 +109,8 @@ def quantize(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     scales = scales.clamp_min(0)
     middle = (code[1:] + code[:-1]) / 2
     codes = torch.bucketize(blocks / torch.where(scales > 0, scales, 1)[:, None], middle, out_int32=True)
+    if code[0] == 0:  # a second moment must not round to 0: the next update would be exp_avg / eps
+        codes = torch.maximum(codes, (blocks > 0).int())
     return codes.flatten()[:n].view(values.shape).to(torch.uint8), scales
 
 

@@ -58,7 +58,8 @@ def orthogonalize(G: Tensor, coeffs=POLAR_EXPRESS, dtype=torch.bfloat16, scale: 
 
     Singular values end in [0.86, 1.14] where they started above 1/1000 of the norm; 0 stays 0.
     """
-    norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    exact = torch.promote_types(G.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=exact)
     X = G.to(dtype) / (1.02 * norm).clamp_min(1e-20).to(dtype)  # spectral norm <= 1
     tall = G.size(-2) > G.size(-1)
     X = X.mT.contiguous() if tall else X

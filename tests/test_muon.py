@@ -1,0 +1,530 @@
+"""Muon: orthogonalisation against SVD and float64; sharded steps against a float64 loop and one process, on real ranks.
+
+The failure mode of a sharded optimizer is a hang, so every world runs under the harness's deadline.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from workers import run
+
+import muon as muon_module
+from muon import KELLER_JORDAN, POLAR_EXPRESS, Muon, MuonError, clip_grads, local, orthogonalize, update_scale
+
+D, FFN = 36, 50  # 50 rows on 4 ranks: 13, 13, 13, 11
+SPLITS = {None: None, "qkv": (36, 12, 12), "heads": (12,) * 5}
+WORLDS = [(1, None), (2, None), (4, None), (2, (2, 1)), (4, (2, 2))]
+LR, DECAY, MOMENTA = 1e-2, 0.1, (0.85, 0.9, 0.95)  # momentum warm-up is part of every comparison
+
+
+# --- orthogonalize -----------------------------------------------------------------------------------------------
+
+
+def with_spectrum(m: int, n: int, spectrum, seed=0):
+    """(m, n) float64 with the singular values `spectrum`, and its U V^T."""
+    g = torch.Generator().manual_seed(seed)
+    U, _, V = torch.linalg.svd(torch.randn(m, n, generator=g, dtype=torch.float64), full_matrices=False)
+    return U * spectrum @ V, U @ V
+
+
+@pytest.mark.parametrize("shape", [(64, 224), (224, 64), (256, 896), (96, 96)])
+@pytest.mark.parametrize("kind", ["gauss", "1/k"])
+def test_singular_values_end_in_the_band(shape, kind):
+    """Polar Express in bf16 takes Gaussian and 1/k spectra into [0.8, 1.2] (0.86 to 1.14 on paper, the rest is bf16)."""
+    if kind == "gauss" and shape[0] == shape[1]:
+        shape = (96, 160)
+    if kind == "gauss":  # a square Gaussian also has values near 0, which no five steps lift
+        G = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    else:
+        G = with_spectrum(*shape, 1.0 / torch.arange(1, min(shape) + 1))[0].float()
+    X = orthogonalize(G)
+    assert X.shape == G.shape and X.dtype == torch.bfloat16
+    values = torch.linalg.svdvals(X.double())
+    assert 0.8 < values.min() and values.max() < 1.2, values
+    rms = X.float().square().mean().sqrt() * update_scale(shape)
+    assert 0.18 < rms < 0.22, "update RMS is 0.2 (Moonlight)"
+
+
+@pytest.mark.parametrize("coeffs, error", [(POLAR_EXPRESS, 0.13), (KELLER_JORDAN, 0.3)])
+def test_distance_to_the_svd(coeffs, error):
+    """In float64 the distance to U V^T is the polynomial's own: 0.09-0.10 for Polar Express, 0.17-0.24 for Keller
+    Jordan's; and the singular vectors are kept exactly, only values differ."""
+    for spectrum in (1 + torch.rand(64, dtype=torch.float64), 1.0 / torch.arange(1, 65, dtype=torch.float64)):
+        G, UV = with_spectrum(64, 224, spectrum)
+        X = orthogonalize(G, coeffs, torch.float64)
+        assert (X - UV).norm() / UV.norm() < error
+        symmetric = X @ UV.mT  # U f(S) U^T: symmetric if the singular vectors are UV's
+        assert (symmetric - symmetric.mT).abs().max() < 1e-12
+
+
+def test_float64_equals_the_polynomial_on_singular_values():
+    """Independent of the matrix code: the five quintics applied to each singular value."""
+    spectrum = torch.logspace(0, -3, 40, dtype=torch.float64)
+    G, UV = with_spectrum(40, 90, spectrum)
+    for coeffs in (POLAR_EXPRESS, KELLER_JORDAN):
+        s = spectrum / spectrum.norm() / 1.02
+        for a, b, c in coeffs:
+            s = a * s + b * s**3 + c * s**5
+        expected = with_spectrum(40, 90, s)[0]
+        for H, want in ((G, expected), (G.mT.contiguous(), expected.mT)):
+            assert (orthogonalize(H, coeffs, torch.float64) - want).abs().max() < 1e-10
+
+
+def test_batches_equal_single_matrices_and_zero_stays_zero():
+    g = torch.Generator().manual_seed(0)
+    for shape in ((5, 24, 40), (5, 40, 24)):
+        G = torch.randn(shape, generator=g)
+        G[2] = 0
+        for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            X = orthogonalize(G, dtype=dtype)
+            assert (X[2] == 0).all()
+            for i in range(5):
+                assert (X[i] - orthogonalize(G[i], dtype=dtype)).abs().max() < bound
+    assert (orthogonalize(torch.zeros(8, 8)) == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(256, 1024), (1024, 256), (513, 600)])
+def test_half_products_change_nothing(shape, monkeypatch):
+    """Large matrices compute half of each symmetric product, odd heights included; the result is the whole product's."""
+    G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        monkeypatch.setattr(muon_module, "HALVES", 1 << 20)
+        halves = orthogonalize(G, dtype=dtype)
+        monkeypatch.setattr(muon_module, "HALVES", 1 << 60)
+        whole = orthogonalize(G, dtype=dtype)
+        assert (halves - whole).abs().max() < bound
+        assert halves.float().norm() / whole.float().norm() == pytest.approx(1, abs=1e-3)
+
+
+# --- sharded against float64 and against one process ----------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Matrices of every awkward kind: fused, tall, 50 rows, 3 rows (none on the last of four ranks), never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(D, 60, bias=False) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(D, FFN, bias=False) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(FFN, D, bias=False) for _ in range(3))
+        self.gate = nn.Linear(D, 3, bias=False)
+        self.unused = nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        for qkv, up, down in zip(self.qkv, self.up, self.down, strict=True):
+            q, k, v = qkv(x).split((36, 12, 12), -1)
+            x = x + torch.tanh(q * torch.cat([k, v, k], -1))
+            x = x + down(torch.relu(up(x)))
+        return x * self.gate(x).sum(-1, keepdim=True).tanh()
+
+
+def initial_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(t: int, part: int = 0, parts: int = 1):
+    """(64 / parts, D) inputs of step t; the loss is a sum, so that parts add up."""
+    x = torch.randn(64, D, generator=torch.Generator().manual_seed(100 + t))
+    return x.chunk(parts)[part]
+
+
+def shard(net, world, hsdp, **options):
+    mesh = init_device_mesh(
+        "cpu", hsdp or (world,), mesh_dim_names=("replicate", "shard")[-len(hsdp or (1,)) :]
+    )
+    for group in (net.qkv, net.up, net.down):
+        for layer in group:
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def float64_loop(split, steps: int) -> dict:
+    """Muon written down once more, in float64, on whole matrices, through the SVD. -> weights by name"""
+    net = initial_net().double()
+    buffers = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
+    for t in range(steps):
+        net.zero_grad()
+        (net(batch(t).double()).square().sum() / 64).backward()
+        for n, p in net.named_parameters():
+            if p.grad is None:
+                continue
+            buffers[n] = MOMENTA[t] * buffers[n] + (1 - MOMENTA[t]) * p.grad
+            ahead = MOMENTA[t] * buffers[n] + (1 - MOMENTA[t]) * p.grad
+            parts = []
+            for block in ahead.split(SPLITS[split]) if split and "qkv" in n else [ahead]:
+                U, s, V = torch.linalg.svd(block, full_matrices=False)
+                s = s / s.norm() / 1.02
+                for a, b, c in POLAR_EXPRESS:
+                    s = a * s + b * s**3 + c * s**5
+                parts.append(U * s @ V * 0.2 * math.sqrt(max(block.shape)))
+            with torch.no_grad():
+                p.copy_(p * (1 - LR * DECAY) - LR * torch.cat(parts))
+    return {n: p.detach() for n, p in net.named_parameters()}
+
+
+def count_collectives(counts: dict):
+    """Wrap what Muon may call; `full_tensor` and redistribution are never allowed inside a step."""
+    kept = dist.all_to_all_single, dist.broadcast, DTensor.full_tensor, DTensor.redistribute
+
+    def counted(name, function):
+        def call(*a, **k):
+            counts[name] = counts.get(name, 0) + 1
+            return function(*a, **k)
+
+        return call
+
+    def forbidden(*a, **k):
+        raise AssertionError("a whole tensor was gathered")
+
+    dist.all_to_all_single, dist.broadcast = counted("all_to_all", kept[0]), counted("broadcast", kept[1])
+    DTensor.full_tensor = DTensor.redistribute = forbidden
+
+    def restore():
+        dist.all_to_all_single, dist.broadcast, DTensor.full_tensor, DTensor.redistribute = kept
+
+    return restore
+
+
+def train(
+    net, split, dtype, bucket, steps=3, part=0, parts=1, optimizer=None, counts=None, momenta=MOMENTA, first=0
+):
+    optimizer = Muon(
+        net.named_parameters(), LR, 0.0, DECAY,
+        {f"qkv.{i}.weight": SPLITS[split] for i in range(3)} if split else None, dtype=dtype, bucket=bucket,
+    )  # fmt: skip
+    for t in range(steps):
+        optimizer.zero_grad()
+        (net(batch(t)).square().sum() / 64).backward()
+        muon_module.set_rates([optimizer], LR, 0.0, MOMENTA[t])
+        restore = count_collectives(counts) if counts is not None else lambda: None
+        try:
+            optimizer.step()
+        finally:
+            restore()
+    return optimizer
+
+
+def whole(net) -> dict:
+    return {
+        n: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        for n, p in net.named_parameters()
+    }
+
+
+def compare(rank, world, hsdp):
+    """Worst relative errors of the updates, by dtype: against float64 and against one process; and what was counted."""
+    rows, start = {}, whole(initial_net())
+    for split, dtype, bucket in (
+        (None, torch.float32, 1500),
+        ("qkv", torch.float32, 1 << 26),
+        ("heads", torch.float32, 1500),
+        ("qkv", torch.bfloat16, 1500),
+    ):
+        want, one = float64_loop(split, 3), initial_net()
+        train(one, split, dtype, 1 << 26)
+        one = whole(one)
+        net, counts = shard(initial_net(), world, hsdp), {}
+        optimizer = train(net, split, dtype, bucket, counts=counts)
+        assert optimizer.state[net.gate.weight]["momentum"].placements == net.gate.weight.placements
+        buckets = len(optimizer._plan())
+        assert (buckets > 1) == (bucket == 1500)
+        if hsdp:  # a replica joins the exchanges of its own turns, and all broadcasts
+            mine = len(range(replica_of(net), buckets, 2)) if hsdp[1] > 1 else 0
+            assert counts.get("all_to_all", 0) == 3 * 2 * mine and counts["broadcast"] == 3 * buckets
+        else:
+            assert counts == ({"all_to_all": 3 * 2 * buckets} if world > 1 else {})
+        for p in net.parameters() if hsdp else []:  # replicas are bitwise equal
+            theirs = local(p).clone()
+            dist.broadcast(theirs, group=p.device_mesh.get_group(0), group_src=0)
+            assert torch.equal(theirs, local(p))
+        got = whole(net)
+        assert torch.equal(got["unused.weight"], start["unused.weight"])  # no gradient: no decay either
+        for n in set(got) - {"unused.weight"}:
+            move = (got[n] - start[n]).double()
+            exact = want[n] - start[n].double()
+            errors = rows.setdefault(str(dtype)[6:], [0.0, 0.0, 1.0])
+            errors[0] = max(errors[0], ((move - exact).norm() / exact.norm()).item())
+            errors[1] = max(errors[1], ((got[n] - one[n]).norm() / (one[n] - start[n]).norm()).item())
+            errors[2] = min(errors[2], torch.cosine_similarity(move.flatten(), exact.flatten(), 0).item())
+    return rows
+
+
+def replica_of(net) -> int:
+    return net.gate.weight.device_mesh.get_local_rank(0)
+
+
+def different_data(rank, world, hsdp):
+    """One process that is handed the sharded run's reduced gradients makes the same weights, bit for bit."""
+    net, one = shard(initial_net(), world, hsdp), initial_net()
+    optimizers = [
+        Muon(m.named_parameters(), LR, 0.95, DECAY, {"qkv.0.weight": SPLITS["qkv"]}) for m in (net, one)
+    ]
+    for t in range(3):
+        net.zero_grad()
+        (net(batch(t, rank, world)).square().sum() * world / 64).backward()
+        reference = initial_net()  # the reduced gradients are those of the whole batch
+        reference.load_state_dict(whole(net))
+        (reference(batch(t)).square().sum() / 64).backward()
+        for p, q, r in zip(net.parameters(), one.parameters(), reference.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.full_tensor().clone()  # step uses gradients up
+            assert r.grad is None or (r.grad - q.grad).norm() < 1e-5 * r.grad.norm()
+        for optimizer in optimizers:
+            optimizer.step()
+    return all(torch.equal(w, dict(one.named_parameters())[n]) for n, w in whole(net).items())
+
+
+@pytest.mark.parametrize("world, hsdp", WORLDS)
+def test_sharded_equals_float64_and_one_process(world, hsdp):
+    """Every rank sees the same batch, so that gradients are bitwise those of one process: then updates are as well. fp32
+    rounding through five quintics that multiply small singular values by up to 8 each gives 2e-4 against float64."""
+    for rows in run(compare, world, deadline=120, hsdp=hsdp):
+        print(world, hsdp, rows)
+        assert rows["float32"][0] <= 2e-4
+        assert rows["float32"][1] == 0 and rows["bfloat16"][1] == 0
+        assert rows["bfloat16"][0] < 0.3 and rows["bfloat16"][2] > 0.99
+
+
+@pytest.mark.parametrize("world, hsdp", WORLDS[1:])
+def test_ranks_with_different_data(world, hsdp):
+    assert all(run(different_data, world, deadline=120, hsdp=hsdp))
+
+
+def few_matrices(rank, world):
+    """Fewer matrices than ranks: some own nothing, some hold no rows."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole_weights = [torch.randn(3, 8), torch.randn(1, 5)]
+    params = [nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for w in whole_weights]
+    optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], 0.1, 0.9, 0.0, dtype=torch.float32)
+    grads = [torch.randn(3, 8), torch.randn(1, 5)]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = distribute_tensor(g, mesh, [Shard(0)])
+    optimizer.step()
+    for p, w, g in zip(params, whole_weights, grads, strict=True):
+        expected = w - 0.1 * update_scale(w.shape) * orthogonalize(g, dtype=torch.float32)
+        assert (p.full_tensor() - expected).abs().max() < 1e-5
+    return [local(p).shape[0] for p in params]
+
+
+def test_ranks_without_rows_or_matrices():
+    assert run(few_matrices, 4, deadline=60) == [[1, 1], [1, 0], [1, 0], [0, 0]]
+
+
+# --- properties of one step ------------------------------------------------------------------------------------------
+
+
+def one_matrix(shape=(48, 80), dtype=torch.float32, **options):
+    g = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.randn(shape, generator=g).to(dtype))
+    p.grad = torch.randn(shape, generator=g).to(dtype)
+    return p, Muon([("w", p)], **options)
+
+
+@pytest.mark.parametrize("shape", [(48, 80), (80, 48), (16, 512), (512, 16)])
+def test_update_rms_is_two_tenths_of_lr(shape):
+    """Muon's rate is AdamW's: RMS 0.2 lr +- 10 % per entry, whatever the shape."""
+    p, optimizer = one_matrix(shape, lr=3e-3, weight_decay=0.0)
+    before = p.detach().clone()
+    optimizer.step()
+    assert (p - before).square().mean().sqrt().item() == pytest.approx(0.2 * 3e-3, rel=0.1)
+
+
+def test_blocks_have_their_own_scale_and_rms():
+    """q | k | v are three matrices: each block's RMS is 0.2 lr, and they move as three separate parameters would."""
+    fused, optimizer = one_matrix((96, 64), lr=1e-2, weight_decay=0.0, row_blocks={"w": (64, 16, 16)})
+    before, grad = fused.detach().clone(), fused.grad.clone()
+    optimizer.step()
+    parts = [nn.Parameter(b.clone()) for b in before.split((64, 16, 16))]
+    for part, g in zip(parts, grad.split((64, 16, 16)), strict=True):
+        part.grad = g.clone()
+    Muon([(f"w{i}", p) for i, p in enumerate(parts)], lr=1e-2, weight_decay=0.0).step()
+    for move in (fused - before).split((64, 16, 16)):
+        assert move.square().mean().sqrt().item() == pytest.approx(2e-3, rel=0.1)
+    assert torch.equal(torch.cat(parts), fused)
+
+
+def test_update_does_not_depend_on_the_gradients_scale():
+    """So a clipped gradient moves the weights no less: clipping comes before, and acts on AdamW's share only."""
+    moves = []
+    for scale in (1.0, 1e-3, 1e3):
+        p, optimizer = one_matrix(weight_decay=0.0)
+        optimizer.dtype = torch.float32
+        before = p.detach().clone()
+        p.grad.mul_(scale)
+        optimizer.step()
+        moves.append(p - before)
+    for move in moves[1:]:
+        assert (move - moves[0]).norm() < 1e-4 * moves[0].norm()
+
+
+def test_weight_decay_is_its_exact_factor():
+    """A zero gradient leaves only the decay: p (1 - lr wd), in fp32, not times the scaled rate; bf16 would lose it."""
+    p, optimizer = one_matrix(lr=4e-4, weight_decay=0.1)
+    before = p.detach().clone()
+    p.grad.zero_()
+    optimizer.step()
+    assert torch.equal(p, before * (1 - 4e-4 * 0.1))
+    assert not torch.equal(p, before)
+
+
+def test_watch_sees_every_block_once_with_its_orthogonal_factor():
+    p, optimizer = one_matrix((96, 64), row_blocks={"w": (64, 16, 16)})
+    seen = {}
+    optimizer.watch = lambda name, G, X: seen.__setitem__(name, (G.clone(), X))
+    optimizer.step()
+    assert list(seen) == ["w[0]", "w[1]", "w[2]"]
+    for G, X in seen.values():
+        assert (X - orthogonalize(G).float()).norm() < 0.1 * X.norm()  # bf16
+        assert 0.5 < torch.linalg.svdvals(X).median() < 1.2
+
+
+def test_momentum_keeps_the_parameters_dtype():
+    for dtype in (torch.float32, torch.float64):
+        p, optimizer = one_matrix(dtype=dtype)
+        optimizer.step()
+        assert optimizer.state[p]["momentum"].dtype == dtype
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(name, p, word, **options):
+    with pytest.raises(MuonError, match=word) as caught:
+        Muon([(name, p)], **options)
+    assert name in str(caught.value) and caught.value.exit_code == 64
+
+
+def test_only_whole_matrices_are_taken():
+    refused("layers.0.ls_a", nn.Parameter(torch.ones(8)), "2-D")
+    refused("conv", nn.Parameter(torch.ones(4, 4, 3)), "2-D")
+    refused("nothing", nn.Parameter(torch.ones(0, 4)), "2-D")
+    refused("layers.0.attn.qkv.weight", nn.Parameter(torch.ones(1536)), "FSDP1.*fully_shard")
+    refused("integers", nn.Parameter(torch.ones(4, 4, dtype=torch.int32), requires_grad=False), "int32")
+    refused("w", nn.Parameter(torch.ones(6, 4)), "do not add up", row_blocks={"w": (4, 1)})
+    refused("w", nn.Parameter(torch.ones(6, 4, device="meta")), "meta")
+
+
+def fsdp1_pieces(rank, world):
+    """FSDP1 with original parameters: flat pieces, refused by name."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = FullyShardedDataParallel(initial_net(), use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(MuonError, match="weight.*FSDP1.*fully_shard"):
+        Muon(net.named_parameters())
+
+
+def bad_placements(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for placements in (
+        [Shard(0), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Replicate(), Shard(1)],
+        [Replicate()] * 2,
+    ):
+        p = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, placements))
+        refused("layers.0.w", p, "placements")
+
+
+def test_fsdp1_and_foreign_placements_are_refused():
+    run(fsdp1_pieces, 2, deadline=60)
+    run(bad_placements, 4, deadline=60)
+
+
+def test_optimizers_that_hold_dead_parameters_say_so():
+    """fully_shard replaces parameters: an optimizer built before it would see no gradient for ever."""
+    p, optimizer = one_matrix()
+    p.grad = None
+    with pytest.raises(MuonError, match="before fully_shard"):
+        optimizer.step()
+
+
+# --- clip ------------------------------------------------------------------------------------------------------------
+
+
+def clipped(rank, world, hsdp, max_norm, scale):
+    net = shard(initial_net(), world, hsdp)
+    (net(batch(0, rank, world)).square().sum() * world / 64).backward()
+    norm = clip_grads(net, max_norm, scale)
+    assert type(norm) is torch.Tensor and norm.ndim == 0
+    return norm.item(), {n: p.grad.full_tensor() for n, p in net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("world, hsdp", WORLDS)
+def test_clip_is_torchs_on_one_process(world, hsdp):
+    """The norm over all shards (copies counted once), the factor, and the order: scale, norm, clip."""
+    for max_norm, scale in ((0.5, 1.0), (0.5, 1e-2), (0.0, 3.0)):
+        net = initial_net()
+        (net(batch(0)).square().sum() / 64).backward()
+        grads = [p.grad.mul_(scale) for p in net.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in grads])).item()
+        if max_norm:
+            nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+        results = run(clipped, world, hsdp=hsdp, max_norm=max_norm, scale=scale)
+        assert len({r[0] for r in results}) == 1 and results[0][0] == pytest.approx(norm, rel=1e-5)
+        for n, p in net.named_parameters():
+            if p.grad is not None:
+                assert (results[0][1][n] - p.grad).norm() < 1e-5 * p.grad.norm(), n
+
+
+def asymmetric(rank, world, hsdp):
+    net = shard(initial_net(), world, hsdp)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    if rank == 1:
+        net.gate.weight.grad = None
+    with pytest.raises(MuonError, match="None on some ranks only") as caught:
+        clip_grads(net, 1.0)
+    assert ("gate.weight" in str(caught.value)) == (rank == 1)
+    net.gate.weight.grad = None
+    assert clip_grads(net, 1.0).item() == 0  # missing everywhere is no fault
+    net.qkv[0].weight.grad = torch.full_like(net.qkv[0].weight, math.nan if rank == 0 else 1.0)
+    norm = clip_grads(net, 1.0).item()
+    kept = local(net.up[0].weight.grad)
+    assert torch.equal(kept, torch.zeros_like(kept))  # others are not poisoned
+    return norm
+
+
+@pytest.mark.parametrize("world, hsdp", [(2, None), (2, (2, 1)), (4, (2, 2))])
+def test_a_gradient_missing_on_one_rank_is_an_error_on_all(world, hsdp):
+    """Muon's exchange would hang. And a NaN on one rank is a NaN norm on every rank."""
+    assert all(math.isnan(norm) for norm in run(asymmetric, world, hsdp=hsdp))
+
+
+# --- mixed precision, float8 -----------------------------------------------------------------------------------------
+
+
+def float8_gathered(rank, world):
+    """torchao wraps weights that are all-gathered in float8: Muon moves the rows inside, as it would plain ones. (gloo
+    cannot gather float8, so gradients are set by hand.)"""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    moved = []
+    for fp8 in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
+        if fp8:
+            config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+            convert_to_float8_training(net, config=config)
+        fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+        assert (type(net[0].weight.to_local()) is torch.Tensor) != fp8
+        optimizer = Muon(net.named_parameters(), lr=1e-2)
+        g = torch.Generator().manual_seed(1)
+        for p in net.parameters():
+            rows = torch.randn(p.shape, generator=g).chunk(world)[rank]
+            p.grad = DTensor.from_local(rows, p.device_mesh, p.placements)
+            assert type(optimizer.state[p]["momentum"].to_local()) is torch.Tensor
+        clip_grads(net, 1.0)
+        optimizer.step()
+        moved.append([local(p).clone() for p in net.parameters()])
+    for a, b in zip(*moved, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_float8_weights_are_moved():
+    run(float8_gathered, 2, deadline=90)
