@@ -157,7 +157,6 @@ def set_arithmetic(settings, device, local_world: int, environ=os.environ):
 def run_main(main):
     """Run main() and end the process: status.json, one readable line, the right exit code. main returns facts for
     status.json when the run is done, and raises Stopped after an agreed stop. Never returns."""
-    debug = os.environ.get("NOVA_DEBUG") == "1" or "--debug" in sys.argv
     try:
         info = main() or {}
         if CURRENT:
@@ -170,14 +169,10 @@ def run_main(main):
         raise
     except BaseException as e:
         error = e
-    if debug:
-        traceback.print_exception(error)
     if CURRENT is None:
-        time.sleep(
-            1 if int(os.environ.get("LOCAL_RANK", 0)) else 0
-        )  # torchrun ends the others: one line a node
-        print(f"[nova] {describe(error)}", file=sys.stderr, flush=True)
-        os._exit(exit_code_of(error))
+        end_early(error, debug="--debug" in sys.argv)
+    if CURRENT.settings.debug:
+        traceback.print_exception(error)
     if isinstance(error, Stopped):
         f = dict(rank=CURRENT.rank, host=socket.gethostname(), stage=CURRENT.task[0], why=str(error), code=3)
         if CURRENT.rank == 0:
