@@ -22,6 +22,7 @@ from settings import Settings, SettingsError, load_settings
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -48,21 +49,11 @@ import schedule
 import selftest
 import watch
 
-FILES = (
-    "train_nova settings model muon data shards schedule checkpoint startup proofs"  # what code_digest covers
-)
-
 DRILL_STEPS = 4
-UPLOAD_SECONDS = (
-    4 * 3600
-)  # that a finished run waits for its last uploads; what is not there by then stays local
-HORIZON = (
-    "total_steps",
-    "target_tokens",
-    "schedule",
-    "decay_frac",
-    "warmup_steps",
-)  # settings that make the horizon
+# A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
+UPLOAD_SECONDS = 4 * 3600
+# The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one.
+HORIZON = ("total_steps", "target_tokens", "schedule", "decay_frac", "warmup_steps")
 
 
 @dataclass
@@ -81,9 +72,7 @@ class Run:
     checkpoints: checkpoint.Checkpoints = None
     metrics: "metrics.Metrics" = None
     budget: schedule.Budget = None  # all ranks keep one; rank 0's decides
-    horizon: schedule.Horizon = (
-        None  # when the decay begins and the run ends: recorded, never read from a clock
-    )
+    horizon: schedule.Horizon = None  # start of the decay, end of the run: recorded, never read from a clock
     step: int = 0  # finished optimizer steps
     saved_at: float = 0.0  # monotonic seconds of the newest save of this launch
     bad_in_a_row: int = 0  # non-finite steps
@@ -103,7 +92,7 @@ def train(settings: Settings) -> dict:
     try:
         if settings.drill:
             return drill(run)
-        stop = loop(run, schedule.last_step(settings, run.horizon))
+        stop = loop(run, settings.stop_at)
     except (torch.OutOfMemoryError, MemoryError) as e:
         raise OutOfMemory(run, e) from e
     if stop:
@@ -132,15 +121,18 @@ class OutOfMemory(RuntimeError):
         )
 
 
+class Diverged(RuntimeError):
+    """Non-finite losses or gradients, again and again. The same run would be again: not retried."""
+
+    exit_code = 70
+
+
 def check_needs(s: Settings):
     """What the settings name and this machine lacks: all of it in one error, before anything is built."""
     lacks = []
     if s.device == "cuda" and not torch.cuda.is_available():
         lacks.append(
-            s.error(
-                "device",
-                "this machine has no GPU that torch can use (nvidia-smi); --device=cpu trains on the CPU",
-            )
+            s.error("device", "this machine has no GPU that torch can use; --device=cpu trains on the CPU")
         )
     if s.data is None:
         how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO'
@@ -180,11 +172,8 @@ def start_up(run: Run, launched: float) -> Run:
             main=agree.rank == 0, launched=launched,
         )  # fmt: skip
         planned = plan_of(run)
-        log(
-            "\n".join(planned.lines())
-            if planned
-            else f"no plan: plan.py knows {', '.join(plan.GPUS)}, not this device"
-        )
+        for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
+            log(line)
     with agree.stage("model"):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
@@ -223,17 +212,17 @@ def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
     run.checkpoints = checkpoint.Checkpoints(
         folder, None, run.agree, s.ckpt_keep, run.log, publisher, s.resume
     )
-    path = run.checkpoints.newest()
-    if path is None and s.schedule_from:
-        path = (
-            s.schedule_from
-        )  # a branch: another run's weights, optimizer and position, under this run's schedule
-        checkpoint.verify(path)
+    path, allowed = run.checkpoints.newest(), s
+    if path is None and s.schedule_from:  # a branch: another run's state, under this run's schedule
+        path = s.schedule_from
+        if not os.path.exists(os.path.join(path, "state.json")):
+            raise s.error("schedule_from", "is not the folder of a checkpoint (…/checkpoints/step-…)")
+        allowed = dataclasses.replace(s, allow_change=[*s.allow_change, *HORIZON])
     if path is None:
         run.log(f"[resume] a fresh start in {s.out_dir}")
         return None, None
     saved = checkpoint.read_state(path)
-    for line in checkpoint.refuse_changes(saved["settings"], s):
+    for line in checkpoint.refuse_changes(saved["settings"], allowed):
         run.log(f"[resume] changed setting {line}")
     return saved, path
 
@@ -326,13 +315,13 @@ def complete(run: Run) -> bool:
 # --- the loop ----------------------------------------------------------------------------------------------------
 
 
-def loop(run: Run, last_step: int) -> str | None:
-    """Train up to `last_step` (which an agreed event may move). Returns None at the horizon's end, or why it stopped."""
+def loop(run: Run, stop_at: int | None) -> str | None:
+    """Train to the horizon's end (which agreed events may move) or to step `stop_at`. None at the end, or why it stopped."""
     s, agree, stream = run.settings, run.agree, run.stream
     timer, meter = metrics.StepTimer(run.device), metrics.LossMeter(stream.domains, run.device)
     watcher, stop = watch.Watcher(run), None
     run.model.train()
-    while run.step < min(last_step, run.horizon.end_step) and not stop:
+    while run.step < min(stop_at or run.horizon.end_step, run.horizon.end_step) and not stop:
         agree.tick(f"step {run.step + 1}", s.init_timeout if watcher.proof else s.step_timeout)
         timer.start()
         batch, problem = next_batch(run)
@@ -437,7 +426,7 @@ def update(run: Run, loss: float, grad_norm: float) -> bool:
             f"step {run.step + 1}: loss {loss}, grad_norm {grad_norm}: update skipped ({run.bad_in_a_row} in a row)"
         )
         if run.bad_in_a_row >= run.settings.max_bad_steps:
-            raise RuntimeError(
+            raise Diverged(
                 f"{run.bad_in_a_row} non-finite steps in a row up to step {run.step + 1}: lower muon_lr and lr, or look at "
                 f"the data of samples {run.step * run.settings.sequences_per_step} and following"
             )
