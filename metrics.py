@@ -242,7 +242,7 @@ class Metrics:
         self.baseline = memory(device)[
             "now"
         ]  # GB before the model: a CPU's resident memory holds Python and torch, too
-        self.trained = dict.fromkeys(("seconds", "tokens", "flops"), 0.0)  # of this launch
+        self.trained = dict.fromkeys(("seconds", "tokens", "flops", "steps"), 0.0)  # of this launch
         self.peak, self.peak_source = device_peak(device) if main else (None, "")
         self.end_step = settings.steps
         self.tracker = self._tracker() if main else None
@@ -314,7 +314,12 @@ class Metrics:
             self.time[part] += timers.get(part, 0.0)
         for name, value in {**timers, "tokens": tokens, "steps": 1}.items():
             self.window[name] = self.window.get(name, 0.0) + value
-        for name, value in (("seconds", seconds), ("tokens", tokens), ("flops", tokens * (flops or 0))):
+        for name, value in (
+            ("seconds", seconds),
+            ("tokens", tokens),
+            ("flops", tokens * (flops or 0)),
+            ("steps", 1),
+        ):
             self.trained[name] += value
         self.tokens += tokens
         self.last = step
@@ -353,7 +358,10 @@ class Metrics:
         """Seconds until end_step at this launch's pace, evaluations and saves at the share they had so far."""
         pace = self.trained["seconds"] / max(1, step - self.first_step)
         pauses = (self.time["evaluation"] + self.time["save"]) / max(1e-9, sum(self.time[p] for p in PARTS))
-        return max(0, self.end_step - step) * pace * (1 + pauses)
+        seconds = max(0, self.end_step - step) * pace * (1 + pauses)
+        if self.settings.max_hours:  # a wsd horizon moves late: until then end_step is what was wished for
+            seconds = min(seconds, max(0.0, self.settings.max_hours * 3600 - self.used()))
+        return seconds
 
     def lines(self, step: int, row: dict, speed: dict, memory_total: float | None, hours_left: float | None):
         """The console lines of a step, with the seed's figures; speed is that of the steps since the last lines."""
@@ -456,6 +464,7 @@ class Metrics:
             "gpus": self.world,
             "hardware": f"{self.world}x {self.peak_source}",
             **speed,
+            "seconds_per_step": trained["seconds"] / max(1, trained["steps"]),
             "seconds_by_part": parts,
             "memory_peak_gb": used["peak"],
             "memory_before_model_gb": self.baseline,

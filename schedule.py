@@ -14,7 +14,8 @@ exact, and a run with `max_hours` always finishes its decay, final evaluation, s
         muon_lr, lr, momentum = rates(step, settings, horizon)
         ...                                                 # one optimizer step
         budget.stepped(seconds)                             # without evaluations and saves
-        budget.paused("evaluation", seconds)                # what it cost; budget.saved(receipt) when a save is done
+        budget.paused("evaluation", seconds)                # what it cost, and likewise "sample"
+        budget.saved(receipt)                               # when a save is done
     Steps count from 0; the run does steps 0 … end_step-1, and step end_step-1 has exactly the floor rate.
 
 `schedule="wsd"` (warm-up, stable, decay; MiniCPM 2404.06395) stays at the peak until the budget's or the schedule's
@@ -175,7 +176,7 @@ class Budget:
             self.mean = sum(self.window) / len(self.window)
 
     def paused(self, kind: str, seconds: float):
-        """An "evaluation", or another kind of `cost`, took this long."""
+        """An "evaluation", a "sample", or another kind of `cost`, took this long."""
         self.measured[kind] = [*self.measured.get(kind, []), seconds][-2:]
 
     def saved(self, receipt: dict):
@@ -215,7 +216,8 @@ class Budget:
         return self.assumed.get("pace")
 
     def cost(self, kind: str) -> float:
-        """Seconds of an "evaluation", "save" (pause), "whole save" or "upload": measured, else assumed, else guessed."""
+        """Seconds of an "evaluation", a text "sample", a "save" (pause), a "whole save" or an "upload": measured, else
+        assumed, else guessed."""
         if kind in self.measured:
             return max(self.measured[kind])  # the slower of two: one may have compiled, or met a busy disk
         if kind in self.assumed:
@@ -223,6 +225,8 @@ class Budget:
         s = self.settings
         if kind == "evaluation":  # forward only: about 0.4 of a training step's time per sequence
             return 0.4 * (self.pace() or 0.0) * s.eval_rows * len(s.domains) / s.sequences_per_step
+        if kind == "sample":  # a forward of one sequence for each token, the same on every rank
+            return s.sample_tokens * (self.pace() or 0.0) * self.world / s.sequences_per_step / 3
         hours = s.max_hours or s.job_hours or 0.0
         return min(600.0, 0.05 * hours * 3600) if kind == "whole save" else 0.0
 
@@ -234,7 +238,7 @@ class Budget:
         """Seconds kept for what follows the last step: final evaluation, save, upload, and one slow step."""
         s = self.settings
         final_evaluation = self.cost("evaluation") * max(1.0, s.final_eval_rows / s.eval_rows)
-        return 1.1 * (final_evaluation + self.ending()) + self.slow_step()
+        return 1.1 * (final_evaluation + self.cost("sample") + self.ending()) + self.slow_step()
 
     def slow_step(self) -> float:
         """Seconds of the slowest of the recent steps."""
@@ -245,7 +249,7 @@ class Budget:
         s = self.settings
         evaluations = (end - 1) // s.eval_every - step // s.eval_every
         milestones = end // s.ckpt_every - step // s.ckpt_every
-        training = (end - step) * self.pace() + evaluations * self.cost("evaluation")
+        training = (end - step) * self.pace() + evaluations * (self.cost("evaluation") + self.cost("sample"))
         saves = milestones + evaluations * 0.5  # some evaluations are the best so far, which saves as well
         saves += training / (60 * s.save_minutes) if s.save_minutes else 0
         return training + saves * self.cost("save")

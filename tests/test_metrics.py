@@ -100,6 +100,14 @@ def test_eta_follows_a_moved_horizon_and_includes_pauses(tmp_path):
     assert [r for r in read_rows(m.path) if r["kind"] == "event"][0]["end_step"] == 20
 
 
+def test_eta_is_never_beyond_the_budget(tmp_path):
+    clock = Clock()
+    m = make(tmp_path, clock, total_steps=10**6, max_hours=0.01)
+    m.launch(0)
+    take_steps(m, 1, 10, clock)
+    assert m.eta(10) == pytest.approx(36 - 5)
+
+
 def test_the_step_timer_adds_up():
     timer = StepTimer("cpu")
     timer.start()

@@ -133,11 +133,19 @@ class FakeRun:
     """A run whose every duration is known. `launch` goes on from the last saved step until the end, a stop or a kill."""
 
     def __init__(
-        self, settings, step_seconds, start_up=20.0, evaluation=1.0, pause=0.2, save=2.0, upload=0.0
+        self,
+        settings,
+        step_seconds,
+        start_up=20.0,
+        evaluation=1.0,
+        pause=0.2,
+        save=2.0,
+        upload=0.0,
+        sample=0.0,
     ):
         self.s, self.step_seconds, self.start_up = settings, step_seconds, start_up
         self.evaluation, self.pause, self.save_seconds, self.upload = evaluation, pause, save, upload
-        self.used, self.saved, self.events, self.rates = 0.0, None, [], {}
+        self.used, self.saved, self.events, self.rates, self.sample = 0.0, None, [], {}, sample
 
     def launch(self, kill_after=math.inf, world=1):
         s, launched = self.s, random.Random(str(self.used)).uniform(0, 1e6)  # monotonic clocks start anywhere
@@ -167,6 +175,9 @@ class FakeRun:
             if step % s.eval_every == 0 and step < horizon.end_step:
                 clock += self.evaluation
                 budget.paused("evaluation", self.evaluation)
+                if self.sample:
+                    clock += self.sample
+                    budget.paused("sample", self.sample)
             if step % s.ckpt_every == 0 or clock - saved_at > s.save_minutes * 60:
                 clock, saved_at = clock + self.pause, clock
                 budget.saved(
@@ -176,7 +187,7 @@ class FakeRun:
             if self.status == "stopped":
                 break
         if self.status == "done":
-            clock += self.evaluation * s.final_eval_rows / s.eval_rows
+            clock += self.evaluation * s.final_eval_rows / s.eval_rows + self.sample
         if self.status != "killed":  # the last save is waited for, and uploaded
             clock += self.pause + self.save_seconds + self.upload
             self.saved = {"step": step, "horizon": horizon.as_dict(), "budget": budget.state()}
@@ -270,6 +281,14 @@ def test_a_resume_without_a_new_event_repeats_the_same_rates():
 def test_saves_and_evaluations_that_take_long_are_planned_for(form):
     s = long_settings(schedule=form, max_hours=0.2, ckpt_every=400, eval_every=200)
     FakeRun(s, noisy(0.1), evaluation=15.0, pause=8.0, save=30.0, upload=40.0).launch().check_ended(0.7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("eval_every", [100, 10**6])
+def test_text_samples_are_planned_for_even_before_the_first(form, eval_every):
+    """120 tokens are 120 forwards of one sequence of eight: 120 / 8 / 3 of a step of 0.5 s."""
+    s = long_settings(schedule=form, max_hours=0.05, eval_every=eval_every, sample_tokens=120)
+    FakeRun(s, noisy(0.5), sample=2.5, evaluation=0.8).launch().check_ended(0.7)
 
 
 @pytest.mark.parametrize("form", FORMS)
