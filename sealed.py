@@ -288,8 +288,9 @@ def compare(saved: dict, shared: dict, path: str):
 
 
 def newest_below(path: str) -> str:
-    """The checkpoint folder that `path` means: itself, or the newest intact one of a run folder."""
+    """The intact checkpoint folder that `path` means: itself, or the newest one of a run folder."""
     if os.path.exists(os.path.join(path, "manifest.json")):
+        verify(path)
         return path
     folders = [f for f in (os.path.join(path, "checkpoints"), path) if os.path.isdir(f)]
     names = [
@@ -307,7 +308,6 @@ def newest_below(path: str) -> str:
 def read_model(path: str, prefix: str = "model.") -> tuple[dict, dict[str, torch.Tensor]]:
     """(the `config` of a checkpoint's state, {parameter name: whole tensor}), from a checkpoint or a run folder."""
     path = newest_below(path)
-    verify(path)
     config = read_state(path)["config"]
     tensors, chunks = {}, {}
     for key, (dtype, shape, pieces) in saved_tensors(os.path.join(path, "tensors")).items():

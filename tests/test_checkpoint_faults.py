@@ -211,3 +211,30 @@ def leftovers_scenario(rank, world, folder):
     assert sum("left by a save that was killed" in line for line in lines) == 1
     assert digest_of(folder)["keep.txt"] == before["keep.txt"]
     c.close()
+
+
+def order_scenario(rank, world, folder):
+    """What a save syncs and renames, in order; the files it made."""
+    events, fsync, rename = [], os.fsync, os.rename
+    os.fsync = lambda fd: (events.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))[1]
+    os.rename = lambda a, b: (events.append(("rename", b)), rename(a, b))[1]
+    try:
+        c, _ = open_folder(folder)
+        c.save(1, "latest", *state_for(0, 1), {}, wait=True)
+    finally:
+        os.fsync, os.rename = fsync, rename
+    c.close()
+    return events, f"{folder}/.tmp-{c.run_id}+step-00000001-latest-0001"
+
+
+def test_everything_is_on_the_disk_before_the_name_is(tmp_path):
+    """A power cut keeps what was synced only: all files and folders, the manifest after the rest, then the rename, then
+    the folder that holds the new name."""
+    events, temporary = run(order_scenario, world=1, folder=str(tmp_path))[0]
+    final = str(tmp_path / "step-00000001-latest-0001")
+    at = events.index(["rename", final] if isinstance(events[0], list) else ("rename", final))
+    before = [path.removeprefix(temporary + "/").removesuffix(".tmp") for _, path in events[:at]]
+    after = [path for _, path in events[at + 1 :]]
+    files = set(digest_of(final)) | {"tensors", "own"}
+    assert files <= set(before) and temporary in before and after == [str(tmp_path)]
+    assert before.index("manifest.json") > max(before.index(f) for f in files - {"manifest.json"})

@@ -15,6 +15,7 @@ import checkpoint
 import model
 import muon
 
+SLOW, DRILL = pytest.mark.slow, pytest.mark.drill
 CASES = {  # settings; all with weights, momentum, AdamW state and random state in the checkpoint
     "tied": dict(),
     "untied": dict(tie_embeddings=False, attention="standard"),
@@ -137,25 +138,34 @@ def test_resume_at_the_same_world_size_is_bit_exact(tmp_path, case):
     assert compare(str(tmp_path), case, (2, 1), (2, 1)) == (0.0, True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(1, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param((4, 2), marks=SLOW), pytest.param((1, 1), marks=DRILL), pytest.param((4, 1), marks=DRILL)],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_steps_after_a_resume_are_bit_exact(tmp_path, case, layout):
     """Also on one rank, on four and with two replicas (HSDP)."""
     assert compare(str(tmp_path), case, layout, layout, save_at=5, steps=25) == (0.0, True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "saved, target",
     [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (4, 1)), ((4, 1), (2, 1)), ((4, 2), (2, 1))],
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("tied", marks=SLOW),
+        pytest.param("8bit", marks=SLOW),
+        pytest.param("untied", marks=DRILL),
+        pytest.param("fp8", marks=DRILL),
+    ],
+)
 def test_resume_at_another_world_size_differs_by_rounding_only(tmp_path, case, saved, target):
-    """Sums in another order, in bf16 matmuls: 2e-3 of a loss of 5.5 after four steps. 8-bit state is quantised anew:
-    5e-3. A momentum that is lost gives 0.05."""
+    """Sums in another order, in bf16 matmuls, and 8-bit state quantised anew: at most 7e-5 of a loss of 5.5 was seen.
+    A lost Muon momentum makes 7e-4 here, lost AdamW moments 3e-3."""
     difference, _ = compare(str(tmp_path), case, saved, target)
-    assert difference < (5e-3 if case == "8bit" else 2e-3)
+    assert difference < 3e-4
 
 
 def export_scenario(rank, world, folder, attention):
