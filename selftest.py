@@ -32,9 +32,8 @@ from agreement import NOBODY, StartupError
 
 NEXT = "Next: nvidia-smi topo -m; dmesg -T | grep Xid; NOVA_NCCL_SAFE=1 avoids the peer-to-peer paths"
 BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Express steps end in [0.86, 1.14]
-WELL = (
-    0.02  # directions of a gradient above this share of its norm must be orthogonalised; weaker ones may lag
-)
+WELL = 0.02  # directions above this share of a gradient's norm must be orthogonalised; weaker ones may lag
+OPERATIONS = "all_gather_into_tensor reduce_scatter_tensor all_reduce broadcast all_to_all_single".split()
 
 
 # --- checks of the machine ----------------------------------------------------------------------------------------
@@ -105,9 +104,8 @@ def matmul_bits(device, size: int, seed: int = 1234) -> tuple[str, bool]:
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on any device
     a, b = (torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     product = a @ b
-    return hashlib.sha256(product.cpu().view(torch.int16).numpy().tobytes()).hexdigest(), bool(
-        product.isfinite().all()
-    )
+    bits = product.cpu().view(torch.int16).numpy().tobytes()
+    return hashlib.sha256(bits).hexdigest(), bool(product.isfinite().all())
 
 
 def matmul_rate(device, size: int, repeats: int = 10) -> float:
@@ -131,23 +129,18 @@ def check_device(agree, log=print):
     if not results[0][1]:
         problem = StartupError(f"rank {agree.rank}: a matrix product of finite numbers is not finite. {NEXT}")
     elif len(set(results)) > 1:
-        problem = StartupError(
-            f"rank {agree.rank}: the same matrix product gives other bits each time. {NEXT}"
-        )
+        problem = StartupError(f"rank {agree.rank}: a matrix product gives other bits each time. {NEXT}")
     agree.verdict(problem, "device check")
     check_equal(agree, "the product of two fixed matrices", results[0][0])
     rates = agree.gather(matmul_rate(agree.device, size))
     usual, slow = statistics.median(rates), min(range(agree.world), key=rates.__getitem__)
     text = f"{usual:.1f} TFLOP/s in bf16 (median), slowest rank {slow} with {rates[slow]:.1f}"
     if gpu and rates[slow] < 0.6 * usual:
-        raise StartupError(
-            f"device check: {text}: is another process on it, or is it throttled? {NEXT}", rank=slow
-        )
+        text += ": is another process on it, or is it throttled?"
+        raise StartupError(f"device check: {text} {NEXT}", rank=slow)
     if agree.rank == 0:
-        log(
-            f"devices: same bits on {agree.world} ranks; {text}"
-            + (" SLOW" if rates[slow] < 0.9 * usual else "")
-        )
+        text += " SLOW" if rates[slow] < 0.9 * usual else ""
+        log(f"devices: same bits on {agree.world} ranks; {text}")
 
 
 def link_kinds(topology: str) -> dict[tuple[int, int], str]:
@@ -182,7 +175,7 @@ def check_links(agree, settings, log=print):
             answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
             topology = (
                 answer.stdout if "CUDA_VISIBLE_DEVICES" not in os.environ else None
-            )  # it numbers all GPUs
+            )  # it shows all GPUs
         except (OSError, subprocess.SubprocessError):
             topology = None
         wrong = slow_links(count, torch.cuda.can_device_access_peer, topology)
@@ -190,11 +183,8 @@ def check_links(agree, settings, log=print):
         if wrong and not settings.allow_slow_links:
             problem = StartupError(f"{text}. {NEXT}; --allow_slow_links=true accepts it")
         elif agree.rank == 0:
-            log(
-                text
-                if wrong
-                else f"links: {count} GPUs, all pairs direct, NVLink {'seen' if topology else 'not checked'}"
-            )
+            seen = "seen" if topology else "not checked"
+            log(text if wrong else f"links: {count} GPUs, all pairs direct, NVLink {seen}")
     agree.verdict(problem, "links")
 
 
@@ -210,19 +200,14 @@ def check_storage(agree, out_dir: str, need: int, log=print):
             os.fsync(f.fileno())
         with open(path, "rb") as f:
             if f.read() != token:
-                problem = StartupError(
-                    f"{out_dir} on {socket.gethostname()}: a file does not read back as written"
-                )
+                problem = StartupError(f"{out_dir} on {socket.gethostname()}: a file reads back differently")
         os.remove(path)
         free = shutil.disk_usage(out_dir).free
         if free < need:
-            problem = StartupError(
-                f"{out_dir} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed: set out_dir, or lower ckpt_keep"
-            )
+            text = f"{out_dir} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed"
+            problem = StartupError(f"{text}: set out_dir, or lower ckpt_keep")
         elif agree.rank == 0:
-            log(
-                f"storage: {out_dir} written and read back, {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed"
-            )
+            log(f"storage: {out_dir} read back, {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed")
     except OSError as e:
         problem = StartupError(f"{out_dir} on {socket.gethostname()}: {e.strerror or e}")
     if problem:
@@ -235,18 +220,15 @@ def check_storage(agree, out_dir: str, need: int, log=print):
 
 def pattern(rank: int, count: int, device, shift: int = 0):
     """(count,) int32 that tells rank and position: a moved, swapped or stale element shows."""
-    return (
-        torch.arange(count, device=device, dtype=torch.int32) + shift
-    ) * 7919 % 1_000_003 * 1_021 + rank * 101
+    place = torch.arange(shift, shift + count, device=device, dtype=torch.int32)
+    return place * 7919 % 1_000_003 * 1_021 + rank * 101
 
 
 def check_collectives(agree, device, groups: dict | None = None, log=print):
     """all_gather_into_tensor, reduce_scatter_tensor, all_reduce, broadcast and all_to_all_single on the real groups
     ({name: group}, all ranks in one of each name), every element checked, GB/s of the largest size reported."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 28
-    top = min(
-        1 << 28, min(agree.gather(free)) // 64
-    )  # bytes of the whole tensor; the test holds a few of them
+    top = min(1 << 28, min(agree.gather(free)) // 64)  # bytes of a whole tensor; the test holds some 20
     problems, lines = [], []
     for name, group in (groups or {"world": None}).items():
         for size in (1 << 12, 1 << 20, top):
@@ -268,57 +250,45 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
     root = dist.get_process_group_ranks(group or dist.group.WORLD)[-1]
     part = max(1, size // 4 // world) + 1  # odd sizes: not a multiple of a vector or a page
     whole = part * world
-    small = (
-        [(pattern(r, whole, device) % 1009).float() for r in range(world)]
-        if world <= 8 or size < 1 << 21
-        else None
-    )
-    mine = (pattern(me, whole, device) % 1009).float() if small is None else small[me]
-    total = torch.zeros(whole, device=device)  # exact: integers below 2^24
+
+    def terms(rank):  # of a sum that fp32 holds exactly: integers below 2^24
+        return (pattern(rank, whole, device) % 1009).float()
+
+    mine, total = terms(me), torch.zeros(whole, device=device)
     for r in range(world):
-        total += (pattern(r, whole, device) % 1009).float() if small is None else small[r]
-    del small
+        total += terms(r)
     gathered = torch.cat([pattern(r, part, device) for r in range(world)])
     exchanged = torch.cat([pattern(r, part, device, shift=me) for r in range(world)])
     to_send = torch.cat([pattern(me, part, device, shift=r) for r in range(world)])
     everyone = pattern(world - 1, whole, device)
 
-    def run(name):  # -> (received, expected)
-        start = time.perf_counter()
+    def prepare(name):  # -> (tensor to receive into, what it must hold then, what else the call takes)
         if name == "all_gather_into_tensor":
-            got, want = torch.zeros_like(gathered), gathered
-            dist.all_gather_into_tensor(got, pattern(me, part, device), group=group)
-        elif name == "reduce_scatter_tensor":
-            got, want = torch.zeros(part, device=device), total[me * part : (me + 1) * part]
-            dist.reduce_scatter_tensor(got, mine.clone(), group=group)
-        elif name == "all_reduce":
-            got, want = mine.clone(), total
-            dist.all_reduce(got, group=group)
-        elif name == "broadcast":
-            got, want = everyone.clone() if me == world - 1 else torch.zeros_like(everyone), everyone
-            dist.broadcast(got, src=root, group=group)
-        else:
-            got, want = torch.zeros_like(exchanged), exchanged
-            dist.all_to_all_single(got, to_send, group=group)
+            return torch.zeros_like(gathered), gathered, [pattern(me, part, device)]
+        if name == "reduce_scatter_tensor":
+            return torch.zeros(part, device=device), total[me * part : (me + 1) * part], [mine.clone()]
+        if name == "all_reduce":
+            return mine.clone(), total, []
+        if name == "broadcast":
+            return everyone.clone() if me == world - 1 else torch.zeros_like(everyone), everyone, [root]
+        return torch.zeros_like(exchanged), exchanged, [to_send]
+
+    def wait():
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return got, want, time.perf_counter() - start
 
     wrong, speed = [], {}
-    names = (
-        "all_gather_into_tensor",
-        "reduce_scatter_tensor",
-        "all_reduce",
-        "broadcast",
-        "all_to_all_single",
-    )
-    for (
-        name
-    ) in names:  # all of them, three times, whatever is found: ranks must stay in step until the verdict
+    # All of them, three times, whatever is found: ranks must stay in step until the verdict.
+    for name in OPERATIONS:
         for _ in range(3):
             with warnings.catch_warnings():  # torch 2.13 renames two of them; 2.11 has the old names only
                 warnings.simplefilter("ignore", FutureWarning)
-                got, want, seconds = run(name)
+                got, want, rest = prepare(name)
+                wait()
+                start = time.perf_counter()
+                getattr(dist, name)(got, *rest, group=group)
+                wait()
+                seconds = time.perf_counter() - start
             if not torch.equal(got, want):
                 i = int((got != want).nonzero()[0])
                 wrong.append(

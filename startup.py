@@ -92,11 +92,7 @@ CURRENT: Agreement | None = None  # of this process, for run_main
 def init(settings, environ=os.environ, log=print) -> Agreement:
     """The control plane, then the process group. Every rank calls it first, after setup_environment."""
     global CURRENT
-    restarts = (
-        int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)),
-        int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-    )
-    if max(restarts) > 0:
+    if any(int(environ.get(f"TORCHELASTIC_{n}", 0)) for n in ("MAX_RESTARTS", "RESTART_COUNT")):
         error = StartupError(
             "torchrun --max-restarts is not supported: restarted ranks can meet addresses of dead ones, and a mistake is "
             "retried as if it were a fault. Start a fresh torchrun instead, with the loop in the README"
@@ -122,13 +118,14 @@ def init(settings, environ=os.environ, log=print) -> Agreement:
 
 
 def choose_device(local_rank: int, environ=os.environ):
+    """cuda:LOCAL_RANK, or the CPU where there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
         if os.path.exists("/dev/nvidiactl") and environ.get("CUDA_VISIBLE_DEVICES") != "":
             raise StartupError(
                 f"this machine has an NVIDIA driver but torch {torch.__version__} sees no GPU: CPU build, or driver too "
-                'old (nvidia-smi). To train on the CPU on purpose set CUDA_VISIBLE_DEVICES=""'
+                "old (nvidia-smi)? To train on the CPU on purpose: --device=cpu"
             )
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -212,10 +209,10 @@ def again(out_dir: str, limit: int = 3, wait: float = 10.0) -> tuple[bool, str]:
         os.remove(f.name)  # a launch that does not get as far as writing one must not be judged by the last
     except FileNotFoundError:
         return False, "no status.json: the run did not get as far as its start; read its last lines"
-    name, reason = status["status"], status.get("reason")
-    if not status["resumable"] or reason in ("SIGINT", "stop_at"):
+    name, why = status["status"], status.get("why", "")
+    if name not in ("running", "system", "io"):  # stopped: somebody, or the job's limit, asked for it
         write_status(out_dir, **status)
-        return False, f"{name}: {reason or status.get('why') or 'nothing to do'}"
+        return False, f"{name}: {why}" if why else name
     path = os.path.join(out_dir, "restarts.json")
     try:
         with open(path, encoding="utf-8") as f:
@@ -227,7 +224,7 @@ def again(out_dir: str, limit: int = 3, wait: float = 10.0) -> tuple[bool, str]:
         json.dump({"saved": status.get("saved"), "fruitless": fruitless}, f)
     if fruitless >= limit:
         os.remove(path)
-        return False, f"{name}: {fruitless} restarts without a new save; {status.get('why', '')}"
+        return False, f"{name}: {fruitless} restarts without a new save; {why}"
     time.sleep(wait * fruitless)
     return True, f"{name}: start again ({fruitless} of {limit} restarts without a new save)"
 
