@@ -202,31 +202,33 @@ def save_traceback(error: BaseException, f: dict):
 
 
 def again(out_dir: str, limit: int = 3, wait: float = 10.0) -> tuple[bool, str]:
-    """Should the run be started again? (yes or no, why). A start that saved nothing new counts; `limit` of them end it."""
+    """Should the run be started again? -> (yes or no, why). `limit` launches in a row that saved nothing new end it."""
+    memory = os.path.join(out_dir, "restarts.json")
     try:
         with open(os.path.join(out_dir, "status.json"), encoding="utf-8") as f:
             status = json.load(f)
         os.remove(f.name)  # a launch that does not get as far as writing one must not be judged by the last
     except FileNotFoundError:
         return False, "no status.json: the run did not get as far as its start; read its last lines"
-    name, why = status["status"], status.get("why", "")
-    if name not in ("running", "system", "io"):  # stopped: somebody, or the job's limit, asked for it
-        write_status(out_dir, **status)
-        return False, f"{name}: {why}" if why else name
-    path = os.path.join(out_dir, "restarts.json")
-    try:
-        with open(path, encoding="utf-8") as f:
+    name, why, before = status["status"], status.get("why", ""), {"saved": -1, "fruitless": 0}
+    if os.path.exists(memory):
+        with open(memory, encoding="utf-8") as f:
             before = json.load(f)
-    except FileNotFoundError:
-        before = {"saved": None, "fruitless": -1}
-    fruitless = before["fruitless"] + 1 if status.get("saved") == before["saved"] else 0
-    with open(path, "w", encoding="utf-8") as f:
-        json.dump({"saved": status.get("saved"), "fruitless": fruitless}, f)
-    if fruitless >= limit:
-        os.remove(path)
-        return False, f"{name}: {fruitless} restarts without a new save; {why}"
-    time.sleep(wait * fruitless)
-    return True, f"{name}: start again ({fruitless} of {limit} restarts without a new save)"
+    saved = max(before["saved"], status.get("saved") or -1)
+    fruitless = 0 if saved > before["saved"] else before["fruitless"] + 1
+    if name not in ("running", "system", "io"):  # stopped: somebody, or the job's limit, asked for it
+        answer = False, f"{name}: {why}" if why else name
+    elif fruitless >= limit:
+        answer = False, f"{name}: {fruitless} launches in a row saved nothing new; {why}"
+    else:
+        with open(memory, "w", encoding="utf-8") as f:
+            json.dump({"saved": saved, "fruitless": fruitless}, f)
+        time.sleep(wait * fruitless)
+        return True, f"{name}: start again ({fruitless} of {limit} launches in a row saved nothing new)"
+    write_status(out_dir, **status)  # the last word stays readable
+    if os.path.exists(memory):
+        os.remove(memory)
+    return answer
 
 
 if __name__ == "__main__":

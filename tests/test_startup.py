@@ -441,9 +441,9 @@ def test_restarts_without_progress_end(tmp_path):
 
     assert not startup.again(out)[0], "no status: it never started"
     assert ends("running", saved=10) and ends("system", saved=20)
-    assert ends("system", saved=20), "one restart without a new save"
-    assert not ends("system", saved=20), "the second one in a row"
-    assert ends("io", saved=20) and ends("running", saved=30)
+    assert ends("system", saved=20), "one launch without a new save"
+    assert not ends("running"), "and one that was killed before it could resume"
+    assert ends("io", saved=20) and ends("running", saved=30), "started by hand: counted from the beginning"
     for status in ("done", "stopped", "failed", "settings", "data", "interrupted"):
         assert not ends(status, saved=50)
         with open(tmp_path / "status.json") as f:
