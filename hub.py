@@ -86,9 +86,7 @@ class HubSource(Remote):
         super().__init__(repo, patience, log, endpoint, first_wait)
         self.branch, self.max_bytes = revision, cache_gb * 1e9
         self.root = Path(os.path.expanduser(cache_dir)) / "hub" / f"datasets--{repo.replace('/', '--')}"
-        self.pins: dict[
-            Path, tuple[str, int]
-        ] = {}  # cached file -> (name, descriptor of its lock, held shared)
+        self.pins: dict[Path, tuple[str, int]] = {}  # cached file -> (name, its lock, held shared)
         self.mutex, self._revision, self._listings, self.warned = threading.Lock(), None, {}, False
 
     def __str__(self):
@@ -123,10 +121,10 @@ class HubSource(Remote):
         """{path: (bytes, content id)} of all files at the pinned commit; asked once per commit, then remembered."""
         revision = self.revision
         if revision not in self._listings:
-            memory = self.root / "listings" / f"{revision}.json"
-            if memory.exists():
+            memory, found = self.root / "listings" / f"{revision}.json", {}
+            with contextlib.suppress(OSError, ValueError):  # absent, or cut off by a power failure
                 found = {path: tuple(entry) for path, entry in json.loads(memory.read_text()).items()}
-            else:
+            if not found:
                 found = self.patiently(lambda: self.tree("", revision), f"listing at {revision[:8]}")
                 for path in found:
                     safe_name(path if path.startswith("data/") else "elsewhere", self.repo)

@@ -213,10 +213,10 @@ class Remote:
         responses = [e.response for e in chain(error) if getattr(e, "response", None) is not None]
         status = responses[0].status_code if responses else None
         elsewhere = responses and not str(responses[0].request.url).startswith(self.api.endpoint)
-        if elsewhere or isinstance(
-            error, RuntimeError
-        ):  # of the storage behind the Hub (so an upload wraps it),
-            status = None  # whose signed URLs expire: a new attempt gets new ones
+        # From the storage behind the Hub (an upload wraps that in RuntimeError), whose signed URLs expire: a new
+        # attempt gets new ones.
+        if elsewhere or isinstance(error, RuntimeError):
+            status = None
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if "xet" in text.lower():
             text += " (an endpoint without Xet storage needs HF_HUB_DISABLE_XET=1)"

@@ -39,11 +39,8 @@ class FakeHub:
     """The server and its store. repos: "datasets/owner/name" or "models/owner/name" -> [(commit sha, {path: blob id})]."""
 
     def __init__(self, page: int = 1000, owner: str = "me"):
-        self.page, self.owner, self.cdn = (
-            page,
-            owner,
-            False,
-        )  # cdn: large files come from signed URLs of another host
+        self.page, self.owner = page, owner
+        self.cdn = False  # True: large files come from signed URLs of another host
         self.repos, self.blobs, self.lfs, self.private = {}, {}, set(), set()
         self.tokens = {WRITE_TOKEN: "write", READ_TOKEN: "read"}
         self.faults, self.log, self.lock = [], [], threading.RLock()

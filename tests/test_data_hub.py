@@ -53,7 +53,7 @@ def test_the_hub_gives_the_sequence_of_the_folder(root, tmp_path, server, cache_
     gets = server.requests("GET .*/resolve/.*npy")
     if cache_gb:
         assert len(gets) == len(set(gets)) == 12, "a shard was fetched twice"
-    assert len(server.requests("/tree/")) == 1 and len(server.requests("/revision/")) <= 3
+    assert len(server.requests("/tree/")) == 1 and len(server.requests("/revision/")) <= 4
     assert not server.requests("/tree/.*/data/"), "a listing per domain"
 
 

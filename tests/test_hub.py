@@ -320,14 +320,17 @@ def test_half_a_file_in_the_cache_is_fetched_again(server, tmp_path):
     reader = source(server, tmp_path)
     path = Path(reader.fetch("data/code/0.npy"))
     reader.release("data/code/0.npy")
+    reader.list("code")
     path.write_bytes(path.read_bytes()[:10])  # as after a power failure
+    next(tmp_path.rglob("listings/*")).write_bytes(b"")
+    assert source(server, tmp_path).list("code").keys() == SHARDS.keys()
     assert Path(source(server, tmp_path).fetch("data/code/0.npy")).read_bytes() == SHARDS["data/code/0.npy"]
 
 
 def test_threads_that_want_one_shard_fetch_it_once(server, tmp_path):
     """The prefetch thread and the step meet."""
     server.fault("GET .*/resolve/", "slow", seconds=0.5)
-    reader, got = source(server, tmp_path), []
+    reader, got = source(server, tmp_path, cache_gb=0), []
     reader.list("code")
     work = lambda: got.append(reader.fetch("data/code/0.npy"))  # noqa: E731
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -338,7 +341,22 @@ def test_threads_that_want_one_shard_fetch_it_once(server, tmp_path):
     assert len(got) == 4 and len(set(got)) == 1
     assert len(server.requests("GET .*/resolve/")) == 1 and len(reader.pins) == 1
     reader.release("data/code/0.npy")
-    assert not reader.pins
+    assert not reader.pins and not cached(tmp_path), "a lock leaked"
+
+
+def test_a_transfer_survives_that_another_thread_closes_the_session(server, tmp_path):
+    """As the client does for all threads when one of them reaches nobody."""
+    server.fault("GET .*/resolve/", "drip", seconds=0.001)
+    reader, got = source(server, tmp_path, revision=server.repos["datasets/me/data"][-1][0]), []
+    thread = threading.Thread(target=lambda: got.append(Path(reader.fetch("data/code/0.npy")).read_bytes()))
+    thread.start()
+    while not server.requests("GET .*/resolve/"):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    hubclient.client().close_session()
+    thread.join(30)
+    assert got == [SHARDS["data/code/0.npy"]]
+    assert len(server.requests("GET .*/resolve/")) == 1, "it was broken off and repeated"
 
 
 FETCH = """
