@@ -347,8 +347,7 @@ def loop(run: Run, stop_at: int | None) -> str | None:
             run.step, loss, loss_by_domain, grad_norm, rates, schedule.context_length(run.step - 1, s), valid_tokens,
             timers, stream.epochs(), hours_left(run), bad, run.horizon.end_step, watcher.slowest(timers),
         )  # fmt: skip
-        if s.shard_refresh_steps and run.step % s.shard_refresh_steps == 0:
-            stream.refresh(run.step)
+        stream.refresh(run.step)
         if run.step % s.eval_every == 0 and run.step < run.horizon.end_step:
             if evaluate(run, s.eval_rows):
                 save(run, "best")
