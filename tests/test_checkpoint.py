@@ -414,16 +414,18 @@ def test_when_all_are_damaged_the_run_stops_and_starts_nothing_over(tmp_path):
     )  # nothing was deleted (lock, run.json)
 
 
-def make_bad(folder, good, how):
-    """A folder with the name of a checkpoint that is none."""
-    target = os.path.join(folder, "step-00000009-latest-0009")
+def make_bad(target, good, how):
+    """Turn the checkpoint `target` into something that has its name and is none."""
+    if how in ("empty", "a file", "another's copy"):
+        shutil.rmtree(target)
     if how == "empty":
         os.mkdir(target)
+    elif how == "another's copy":
+        shutil.copytree(good, target)
     elif how == "a file":
         with open(target, "w") as f:
             f.write("not a folder")
     else:
-        shutil.copytree(good, target)
         manifest = os.path.join(target, "manifest.json")
         tensors = os.path.join(target, "tensors")
         shard = os.path.join(tensors, os.listdir(tensors)[0])
@@ -452,24 +454,36 @@ def make_bad(folder, good, how):
         elif how == "dangling link":
             os.unlink(shard)
             os.symlink("/nowhere", shard)
-    return target
+        elif how == "link to the same bytes":
+            os.rename(shard, shard + ".elsewhere")
+            shutil.move(shard + ".elsewhere", os.path.join(os.path.dirname(target), "elsewhere"))
+            os.symlink(os.path.join(os.path.dirname(target), "elsewhere"), shard)
 
 
 BAD = "empty|a file|no manifest|manifest is a list|manifest is empty|manifest is deep|manifest without seal|file missing"
-BAD = [*BAD.split("|"), "file added", "files exchanged", "dangling link"]
+BAD = [
+    *BAD.split("|"),
+    "file added",
+    "files exchanged",
+    "dangling link",
+    "link to the same bytes",
+    "another's copy",
+]
 
 
 @pytest.mark.parametrize("how", BAD)
 def test_a_folder_without_a_fitting_manifest_is_not_a_checkpoint(tmp_path, how):
     """It is skipped with a loud line for the good one before it, never loaded, never deleted."""
-    saved_once(tmp_path)
-    good = str(tmp_path / names_in(tmp_path)[0])
-    bad = make_bad(str(tmp_path), good, how)
+    saved_once(tmp_path, steps=(1, 9))
+    good, bad = (str(tmp_path / name) for name in names_in(tmp_path))
+    make_bad(bad, good, how)
     c, lines = open_folder(tmp_path)
     assert c.newest() == good
     assert any("DAMAGED" in line and os.path.basename(bad) in line for line in lines)
-    with pytest.raises((CheckpointError, OSError)):
-        checkpoint.verify(bad)
+    if how != "another's copy":  # which is intact, and not the one that it is called
+        aside = os.path.join(tmp_path, "damaged-" + os.path.basename(bad))
+        with pytest.raises((CheckpointError, OSError)):
+            checkpoint.verify(aside if os.path.exists(aside) else bad)
     c.save(10, "latest", *state_for(0, 1), {}, wait=True)
     c.save(11, "latest", *state_for(0, 1), {}, wait=True)
     assert os.path.lexists(bad) or os.path.lexists(str(tmp_path / ("damaged-" + os.path.basename(bad))))
