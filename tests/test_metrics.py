@@ -100,6 +100,15 @@ def test_eta_follows_a_moved_horizon_and_includes_pauses(tmp_path):
     assert [r for r in read_rows(m.path) if r["kind"] == "event"][0]["end_step"] == 20
 
 
+def test_a_line_tells_the_speed_of_the_steps_since_the_last_one(tmp_path):
+    lines = []
+    m = make(tmp_path, log=lines.append)
+    m.launch(0)
+    take_steps(m, 1, 5, seconds=0.5)
+    take_steps(m, 6, 10, seconds=0.1)
+    assert [line.split()[0] for line in lines if "tok/s" in line] == ["200", "200", "1K"]
+
+
 def test_eta_is_never_beyond_the_budget(tmp_path):
     clock = Clock()
     m = make(tmp_path, clock, total_steps=10**6, max_hours=0.01)
