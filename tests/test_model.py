@@ -642,13 +642,11 @@ def test_all_layers_share_one_graph_that_equals_eager(form, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "selective"])
-def test_compiled_blocks_equal_eager_blocks_under_fsdp(mode):
-    """The real compiler, two ranks: fused kernels round less often, so within bf16's noise."""
-    eager = run(gradients, 2, changes=dict(activation_checkpointing=mode))[0]
-    compiled = run(gradients, 2, changes=dict(activation_checkpointing=mode, use_compile=True), deadline=300)[
-        0
-    ]
+def test_compiled_blocks_equal_eager_blocks_under_fsdp():
+    """The real compiler, two ranks: fused kernels round less often, so within bf16's noise. (With checkpointing and
+    float8 besides: test_fp8.py.)"""
+    eager = run(gradients, 2, changes={})[0]
+    compiled = run(gradients, 2, changes=dict(use_compile=True), deadline=600)[0]
     assert abs(eager[0] - compiled[0]) < 1e-3 * eager[0]
     for n in eager[1]:
         assert np.linalg.norm(eager[1][n] - compiled[1][n]) < 0.03 * np.linalg.norm(eager[1][n]), n
