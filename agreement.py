@@ -192,7 +192,7 @@ class Control:
             setattr(self, name, int(environ.get(variable, "WORLD" in variable)))
         self.torchrun = "TORCHELASTIC_RUN_ID" in environ
         self.device, self.lost = None, LOST["cpu"]
-        self.info, self.count, self.closed, self.failure = {}, 0, False, None
+        self.info, self.count, self.failure, self.closed = {}, 0, None, threading.Event()
         self.task = ("start", None)  # what the main thread does, and until when (monotonic seconds)
         self.timeout = timedelta(seconds=settings.stage_timeout)
         self.address, hosts = environ.get("MASTER_ADDR", "127.0.0.1"), not self.torchrun and self.rank == 0
@@ -214,8 +214,10 @@ class Control:
         self.store.set(f"beat/{self.rank}", "0")  # a rank that stops before its first beat must be visible
         self.signals, self.leaving = StopSignals(), threading.Lock()
         self.pulse = time.monotonic()
-        for body, argument in ((self._watch, (watched,)), (self._watch_the_watchdog, ())):
-            threading.Thread(target=body, args=argument, daemon=True, name="nova-watchdog").start()
+        bodies = ((self._watch, (watched,)), (self._watch_the_watchdog, ()))
+        self.threads = [threading.Thread(target=body, args=args, daemon=True) for body, args in bodies]
+        for thread in self.threads:
+            thread.start()
 
     def _connect(self):
         import torch.distributed as dist
@@ -314,8 +316,7 @@ class Control:
 
         neighbour, seen = (self.rank + 1) % self.world, (None, time.monotonic())
         beat, beaten, peers = 0, 0.0, {}
-        while not self.closed:
-            time.sleep(POLL)
+        while not self.closed.wait(POLL):
             now = time.monotonic()
             try:
                 if self.signals.insisted():
@@ -336,7 +337,7 @@ class Control:
                         self.leave(self.record(why, rank=neighbour, store=store))
                 self.pulse = time.monotonic()
             except (dist.DistNetworkError, dist.DistStoreError) as e:
-                if not self.closed:
+                if not self.closed.is_set():
                     self.leave(self._store_lost(f"control store lost ({first_line(e)})"))
                 return
 
@@ -387,8 +388,7 @@ class Control:
     def _watch_the_watchdog(self):
         """A store whose host vanished without closing the connection blocks the watchdog itself."""
         last = time.monotonic()
-        while not self.closed:
-            time.sleep(1)
+        while not self.closed.wait(1):
             now = time.monotonic()
             if now - last > 4:  # it was this process that stood still: count again from here
                 self.pulse = now
@@ -470,7 +470,11 @@ class Control:
             until = time.monotonic() + 30
             while time.monotonic() < until and not self.store.check([f"bye/{r}" for r in range(self.world)]):
                 time.sleep(0.02)
-            self.closed = True
+            self.closed.set()
+            for (
+                thread
+            ) in self.threads:  # one that is inside the store while Python ends would abort the process
+                thread.join(5)
             self.store.add("closed", 1)
             while (
                 hasattr(self, "server")

@@ -161,9 +161,8 @@ def run_main(main):
             if CURRENT.rank == 0:
                 write_status(CURRENT.settings.out_dir, "done", 0, **CURRENT.info)
             CURRENT.close()
-        sys.exit(0)
-    except SystemExit:
-        raise
+        sys.stdout.flush()
+        os._exit(0)  # all is said and saved: Python's own end can abort on threads that are inside C++
     except BaseException as e:
         error = e
     if CURRENT is None:
