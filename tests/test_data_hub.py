@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import time
 
 import pytest
 import workers
@@ -203,15 +204,27 @@ def test_a_shard_that_stays_damaged_stops_the_run_and_is_never_read(root, tmp_pa
 
 
 def test_the_next_shard_is_fetched_before_it_is_needed(root, tmp_path, server):
-    crew = Crew(remote(tmp_path, domains=["code"], sequences_per_step=2))
-    crew.step(2)
-    for _ in range(200):
-        if len(set(server.requests("GET .*/resolve/.*npy"))) >= 2:
+    """Soon after the first batch, though only a later one needs it. (Shard 000 is fetched for validation.)"""
+    changes = dict(domains=["code"], sequences_per_step=2, val_rows=1, eval_rows=1, final_eval_rows=1)
+    for seed in range(20):
+        first, following = Crew(settings(root, seed=seed, **changes)).streams[0].cursors[0].order(0)[:2]
+        if not following.endswith("000.npy"):
             break
-        in_time(lambda: workers.time.sleep(0.05))
-    cursor = crew.streams[0].cursors[0]
-    following = cursor.order(0)[1]
-    assert any(following in line for line in server.requests("GET .*/resolve/"))
+    crew = Crew(remote(tmp_path, seed=seed, **changes))
+    crew.step(2)
+    for _ in range(400):
+        if server.requests(f"GET .*/resolve/.*{following}"):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{following} was not fetched ahead")
+
+
+def test_all_ranks_read_one_commit(root, tmp_path, server):
+    """Only rank 0 asks where the branch points: it may move before the others look."""
+    metadata = b'{"vocab_size": 1073741824, "tokenizer": "tokenizer.json"}'
+    server.commit(REPO, {"metadata.json": metadata, "tokenizer.json": b"{}"})
+    Crew(remote(tmp_path), 3)
+    assert len(server.requests("/revision/")) == 1 and len(server.requests("GET .*/tokenizer.json")) == 1
 
 
 METADATA = "metadata.json"

@@ -132,14 +132,15 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
     shared, _ = state_for(0, 1)
     export = str(tmp_path / "export")
     checkpoint.export(export, {"a": shared["model.a"]}, {"d": 1}, c.agree)
-    save(c, 1, 2)
-    save(c, 3, kind="final")
+    save(c, 1, 2, 3)
+    save(c, 4, kind="final")
     c.publish(export, "")
     before = {**digest_of(str(tmp_path / "checkpoints")), **digest_of(export)}
     left = in_time(lambda: c.close(timeout=1.0))
     assert any("UPLOAD FAILED" in line for line in lines) and any("NOT on the Hub" in line for line in lines)
     assert any("final" in name for name in left) and "" in left
-    assert steps(names_in(tmp_path / "checkpoints")) == [("final", 3), ("latest", 1), ("latest", 2)]
+    kept = [("final", 4), ("latest", 1), ("latest", 2), ("latest", 3)]
+    assert steps(names_in(tmp_path / "checkpoints")) == kept, "keep=1 waits for the Hub"
     after = {**digest_of(str(tmp_path / "checkpoints")), **digest_of(export)}
     assert {k: v for k, v in after.items() if not k.startswith("published")} == before
     assert on_hub(server, c.run_id) == {}
@@ -150,10 +151,9 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
     again, lines = open_folder(tmp_path / "checkpoints", publisher=publisher(server), keep=1)
     again.publish(export, "")
     assert in_time(lambda: again.close(timeout=25)) == [], lines
-    assert ("final", 3) in steps(on_hub(server, c.run_id)) and ("latest", 2) in steps(
-        on_hub(server, c.run_id)
-    )
-    assert ("final", 3) in steps(names_in(tmp_path / "checkpoints"))
+    there = steps(on_hub(server, c.run_id))
+    assert ("final", 4) in there and ("latest", 3) in there
+    assert ("final", 4) in steps(names_in(tmp_path / "checkpoints"))
     for name, digest in digest_of(export).items():
         assert hashlib.sha256(server.files(REPO)[name]).hexdigest() == digest
 
