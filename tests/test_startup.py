@@ -479,3 +479,39 @@ def test_errors_are_described_for_a_person():
         70,
         130,
     ]
+
+
+def test_the_first_failure_is_the_failure():
+    """Two ranks fail: whoever comes second reports the first, with its exit code, and a stop does not hide it."""
+    store, ranks = dist.HashStore(), []
+    for rank in (0, 1):
+        control = object.__new__(agreement.Control)
+        control.rank, control.world, control.store, control.failure = rank, 2, store, None
+        control.task = (f"step {rank}", None)
+        ranks.append(control)
+    first = ranks[1].record("out of memory", 70)
+    assert ranks[0].record("SIGTERM", 3) == first == ranks[1].record("again", 65)
+    assert (first["rank"], first["code"], first["stage"]) == (1, 70, "step 1")
+    assert ranks[0]._known() and "rank 1" in ranks[0].sentence(ranks[0].failure)
+    with pytest.raises(startup.RankFailed, match="out of memory") as e:
+        ranks[0].raise_failure()
+    assert e.value.exit_code == 70 and e.value.rank == 1
+
+
+def somewhere(text: str, folder: str = "torch/distributed"):
+    """A RuntimeError whose innermost frame lies in `folder`."""
+    code = compile(f"def fail():\n    raise RuntimeError({text!r})", f"/site-packages/{folder}/x.py", "exec")
+    names = {}
+    exec(code, names)
+    with pytest.raises(RuntimeError) as e:
+        names["fail"]()
+    return e.value
+
+
+def test_only_a_lost_peer_makes_a_victim():
+    """An error from inside a collective waits for the culprit; a rank's own error there, or elsewhere, does not."""
+    assert agreement.is_peer_loss(somewhere("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    assert agreement.is_peer_loss(dist.DistBackendError("NCCL error: unhandled system error"))
+    assert not agreement.is_peer_loss(somewhere("expected a contiguous tensor"))
+    assert not agreement.is_peer_loss(somewhere("connection refused", "nova"))
+    assert not agreement.is_peer_loss(ValueError("gloo"))
