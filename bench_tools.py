@@ -97,25 +97,29 @@ def short(value) -> str:
     return str(value).replace(" ", "_")
 
 
-def measure(contenders: dict, rounds: int, seconds: float = 0.2, sync=lambda: None) -> dict[str, list[float]]:
+def measure(
+    contenders: dict, rounds: int, seconds: float = 0.2, sync=lambda: None, clock: str = "wall"
+) -> dict[str, list[float]]:
     """{name: seconds per call, one value a round} of {name: callable}, in turns, after one warm-up call each. A value
-    averages as many calls as fill `seconds`."""
+    averages as many calls as fill `seconds`. clock="cpu" counts this process's own seconds on all its threads: what a
+    busy machine takes away from it is left out, waiting for disks and other processes too."""
+    now = time.perf_counter if clock == "wall" else time.process_time
     calls, order = {}, list(contenders)
     for name in order:
         contenders[name]()
         sync()
-        start = time.perf_counter()
+        start = now()
         contenders[name]()
         sync()
-        calls[name] = max(1, math.ceil(seconds / (time.perf_counter() - start + 1e-9)))
+        calls[name] = max(1, math.ceil(seconds / (now() - start + 1e-9)))
     times = {name: [] for name in order}
     for r in range(rounds):
         for name in order if r % 2 == 0 else reversed(order):
-            start = time.perf_counter()
+            start = now()
             for _ in range(calls[name]):
                 contenders[name]()
             sync()
-            times[name].append((time.perf_counter() - start) / calls[name])
+            times[name].append((now() - start) / calls[name])
     return times
 
 
@@ -372,3 +376,20 @@ def muon_pair(n: int, rows: int, columns: int):
         "torch.optim.Muon": theirs.step,
         "seed": peers.SeedMuon(matrices(n, rows, columns)).step,
     }
+
+
+def characters(path: str):
+    """(train ids, validation ids, vocabulary) of a text file, nanoGPT's way: sorted characters, the last tenth held out."""
+    with open(path, encoding="utf-8") as f:
+        text = f.read()
+    alphabet = {c: i for i, c in enumerate(sorted(set(text)))}
+    ids = torch.tensor([alphabet[c] for c in text])
+    cut = int(0.9 * len(ids))
+    return ids[:cut], ids[cut:], len(alphabet)
+
+
+def windows(ids, n: int, context: int, generator):
+    """n random windows x, y (n, context)."""
+    starts = torch.randint(len(ids) - context, (n, 1), generator=generator)
+    rows = ids[starts + torch.arange(context + 1)]
+    return rows[:, :-1], rows[:, 1:].contiguous()
