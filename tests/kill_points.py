@@ -29,6 +29,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from checkpoint_tools import all_bits, digest_of, open_folder, state_for  # noqa: E402
 
+import checkpoint  # noqa: E402
+
 REAL_OPEN = io.open
 COUNTER = {"now": 0, "kill": None}
 
@@ -162,6 +164,9 @@ def resume(folder):
         expected, _ = state_for(rank, world, seed=state["step"])
         left = [n for n in os.listdir(folder) if n.startswith(".tmp-") or n.endswith(".tmp")]
         left += [line for line in lines if "DAMAGED" in line]
+        for name in os.listdir(folder):
+            if name.startswith("step-"):  # whatever has the name of a checkpoint is one
+                checkpoint.verify(os.path.join(folder, name))
         c.close()
         return state["step"], all_bits(shared) == all_bits(expected) and own_loaded, left
 
@@ -192,7 +197,8 @@ def main(world: int, victim: int, count: int) -> dict:
     total = forked(save_killed(copy, 2, victim, 0), world)[victim]
     points = list(range(1, total + 1))
     if count:
-        points = sorted(random.Random(0).sample(points, min(count, total)))
+        count = min(count, total)  # evenly spread: some fall into each part of a save
+        points = [int((i + random.Random(i).random()) * total / count) + 1 for i in range(count)]
     found, bad = {1: 0, 2: 0}, []
     for at in points:
         folder = os.path.join(base, f"at{at}")
