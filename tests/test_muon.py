@@ -296,6 +296,30 @@ def test_ranks_with_different_data(world, hsdp):
     assert all(run(different_data, world, deadline=120, hsdp=hsdp))
 
 
+def large_matrices(rank, world):
+    """In bf16, of a size that is worked on alone and by half products, uneven over ranks."""
+    mesh, moved = init_device_mesh("cpu", (world,)), []
+    g = torch.Generator().manual_seed(0)
+    given = [
+        [torch.randn(shape, generator=g) for _ in range(2)] for shape in ((513, 600), (700, 401), (64, 48))
+    ]
+    for placed in (True, False):
+        params = []
+        for weight, grad in given:
+            weight, grad = weight.clone(), grad.clone()
+            if placed:
+                weight, grad = (distribute_tensor(t, mesh, [Shard(0)]) for t in (weight, grad))
+            params.append(nn.Parameter(weight))
+            params[-1].grad = grad
+        Muon([(f"w{i}", p) for i, p in enumerate(params)], 0.1, row_blocks={"w1": (650, 50)}).step()
+        moved.append([p.full_tensor() if placed else p for p in params])
+    return all(torch.equal(a, b) for a, b in zip(*moved, strict=True))
+
+
+def test_large_matrices_do_not_depend_on_the_world_size():
+    assert all(run(large_matrices, 2, deadline=60))
+
+
 def few_matrices(rank, world):
     """Fewer matrices than ranks: some own nothing, some hold no rows."""
     mesh = init_device_mesh("cpu", (world,))
@@ -380,7 +404,7 @@ def test_watch_sees_every_block_once_with_its_orthogonal_factor():
     optimizer.step()
     assert list(seen) == ["w[0]", "w[1]", "w[2]"]
     for G, X in seen.values():
-        assert (X - orthogonalize(G).float()).norm() < 0.1 * X.norm()  # bf16
+        assert (X - orthogonalize(G).float()).norm() < 0.02 * X.norm()  # the scale is folded in, in bf16
         assert 0.5 < torch.linalg.svdvals(X).median() < 1.2
 
 
@@ -518,7 +542,7 @@ def float8_gathered(rank, world):
         for p in net.parameters():
             rows = torch.randn(p.shape, generator=g).chunk(world)[rank]
             p.grad = DTensor.from_local(rows, p.device_mesh, p.placements)
-            assert type(optimizer.state[p]["momentum"].to_local()) is torch.Tensor
+            assert type(local(p)) is type(optimizer.state[p]["momentum"].to_local()) is torch.Tensor
         clip_grads(net, 1.0)
         optimizer.step()
         moved.append([local(p).clone() for p in net.parameters()])
