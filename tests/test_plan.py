@@ -236,7 +236,7 @@ def test_saved_activations_are_exact_when_compiled(attention, device, monkeypatc
     assert saved_bytes(s, f"{device} compiled") == pytest.approx(sum(kept) / (2 * s.max_len), rel=0.02)
 
 
-BIG = dict(d_model=512, n_layers=8, n_heads=8, n_kv_heads=4, ffn_hidden=1536, max_len=512, vocab_size=8192,
+BIG = dict(d_model=512, n_layers=5, n_heads=8, n_kv_heads=4, ffn_hidden=1536, max_len=512, vocab_size=8192,
            sequences_per_step=32, micro_batch=16, loss_chunk=1024)  # fmt: skip
 
 
