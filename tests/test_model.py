@@ -9,7 +9,6 @@ import reference
 import torch
 import torch.nn.functional as F
 from conftest import tiny_settings
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from workers import run
 
-import kernels
 import model
 
 FORMS = ["diff", "diff_v2", "standard"]
@@ -454,7 +452,7 @@ def test_fingerprints_see_one_bit_and_an_exchange():
     assert [n for n in first if first[n] != third[n]] == ["norm.scale"]
 
 
-# --- sharded, compiled, recomputed ---------------------------------------------------------------------------
+# --- sharded, recomputed ---------------------------------------------------------------------------
 
 
 def build(world, changes, log=None, replicate=1):
@@ -620,110 +618,6 @@ def test_recomputation_keeps_what_it_says():
     assert kept["none"] > 2.5 * kept["selective"], kept
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("form", FORMS)
-def test_all_layers_share_one_graph_that_equals_eager(form, mode):
-    """Captured whole (no graph break), without the code generator; layers differ in lambda_0 and yet share the graph."""
-    results = []
-    for compiled in (False, True):
-        nova, s = make(attention=form, activation_checkpointing=mode, n_layers=4)
-        graphs = CompileCounterWithBackend("aot_eager")
-        if compiled:
-            torch._dynamo.reset()
-            for block in nova.layers:
-                block.run = torch.compile(block.body, backend=graphs, fullgraph=True, dynamic=False)
-        ids, targets = tokens(s)
-        loss, _ = nova(ids, targets)
-        loss.backward()
-        results.append([loss, *(p.grad for p in nova.parameters())])
-    assert graphs.frame_count == 1
-    for a, b in zip(*results, strict=True):
-        assert (a - b).norm() <= 1e-5 * a.norm()
-
-
-@pytest.mark.slow
-def test_compiled_blocks_equal_eager_blocks_under_fsdp():
-    """The real compiler, two ranks: fused kernels round less often, so within bf16's noise. (With checkpointing and
-    float8 besides: test_fp8.py.)"""
-    eager = run(gradients, 2, changes={})[0]
-    compiled = run(gradients, 2, changes=dict(use_compile=True), deadline=600)[0]
-    assert abs(eager[0] - compiled[0]) < 1e-3 * eager[0]
-    for n in eager[1]:
-        assert np.linalg.norm(eager[1][n] - compiled[1][n]) < 0.03 * np.linalg.norm(eager[1][n]), n
-
-
-# --- what a machine can, and what does not fit ---------------------------------------------------------------
-
-
-class NoCompiler:
-    """Stands in for inductor with a compiler that fails."""
-
-    def __call__(self, graph, inputs):
-        raise RuntimeError("the compiler says no")
-
-
-@pytest.mark.parametrize("wish", [True, "auto"])
-def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
-    nova, s = make(use_compile=wish)
-    ids, targets = tokens(s)
-    want = nova(ids, targets)[0]
-    lines, real = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend=NoCompiler(), **kw))
-    kernels.compile_blocks(nova, s, lines.append)
-    if wish is True:
-        with pytest.raises(model.ModelError, match="use_compile=True.*the compiler says no"):
-            nova(ids, targets)
-    else:
-        assert torch.equal(nova(ids, targets)[0], want)
-        assert len(lines) == 1 and "FAILED" in lines[0] and "use_compile" in lines[0]
-
-
-def test_choose_says_what_auto_means(monkeypatch):
-    s = tiny_settings(use_fp8="auto", use_compile="auto")
-    capability = {"now": (9, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability["now"])
-    assert model.choose(s, "cuda")["fp8"] is True
-    capability["now"] = (8, 0)
-    assert model.choose(s, "cuda")["fp8"] is False and model.choose(s, "cpu")["fp8"] is False
-    with pytest.raises(model.ModelError, match="use_fp8='on'.*sm_80"):
-        model.choose(tiny_settings(use_fp8="on"), "cuda")
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
-    chosen = model.choose(s, "cpu")
-    assert chosen["compile"] is False and any("no C++ compiler" in r for r in chosen["reasons"])
-    with pytest.raises(model.ModelError, match="use_compile=True.*no C"):
-        model.choose(tiny_settings(use_compile=True), "cpu")
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/" + name)
-    assert model.choose(s, "cpu")["compile"] is True
-
-
-def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
-    """The first that works, in a fixed order, everything else switched off; math only where it is allowed."""
-    works, switched, lines = set(), {}, []
-    monkeypatch.setattr(
-        kernels, "attention_problem",
-        lambda s, device, kernel, unequal: None if (kernel, unequal) in works else "no",
-    )  # fmt: skip
-    monkeypatch.setattr(
-        kernels, "SDPA_SWITCHES",
-        {k: lambda on, k=k: switched.update({k: on}) for k in ("flash", "cudnn", "efficient", "math")},
-    )  # fmt: skip
-    cuda = torch.device("cuda")
-    with pytest.raises(model.ModelError, match="attention='diff'.*head_dim=16.*allow_math_attention"):
-        kernels.choose_attention(tiny_settings(), cuda, lines.append)
-    assert not switched
-    works.add(("flash", False))
-    assert kernels.choose_attention(tiny_settings(), cuda, lines.append) is False
-    assert switched == {"flash": True, "cudnn": False, "efficient": False, "math": False}
-    assert "flash" in lines[-1] and "keys padded" in lines[-1] and "cudnn" in lines[-1]
-    works.add(("cudnn", True))
-    assert kernels.choose_attention(tiny_settings(), cuda, lines.append) is True and switched["cudnn"]
-    assert kernels.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) is False
-    works.clear()
-    works.add(("math", False))
-    kernels.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
-    assert switched["math"] and not switched["flash"]
-
-
 def test_errors_name_the_setting():
     nova, s = make()
     ids, targets = tokens(s)
@@ -741,46 +635,3 @@ def test_errors_name_the_setting():
         s.vocab_size = None
         model.Nova(s)
     assert model.ModelError.exit_code == 64
-
-
-# --- on a GPU ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-def test_gpu_attention_runs_without_the_math_kernel(form):
-    """The seed's heads (128 channels, 4 query heads a group), bf16 forward and backward within 2e-2 of fp32 math."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device: flash, cuDNN and efficient attention were not tested")
-    changes = dict(attention=form, d_model=1024, n_heads=8, n_kv_heads=2, ffn_hidden=1024, max_len=512)
-    lines, results = [], []
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            nova, s = make(dtype, **changes)
-            nova = nova.cuda()
-            if dtype == torch.bfloat16:
-                unequal = kernels.choose_attention(s, torch.device("cuda"), lines.append)
-                for block in nova.layers:
-                    block.attn.unequal = unequal
-                assert not torch.backends.cuda.math_sdp_enabled()
-            ids, targets = (t.cuda() for t in tokens(s))
-            loss, _ = nova(ids, targets)
-            loss.backward()
-            results.append([loss, *(p.grad.float() for p in nova.parameters())])
-    finally:
-        for switch in kernels.SDPA_SWITCHES.values():
-            switch(True)
-    print(lines)
-    assert abs(results[0][0] - results[1][0]) < 2e-2 * results[0][0]
-    errors = [((a - b).norm() / a.norm()).item() for a, b in zip(*results, strict=True)]
-    assert max(errors) < 5e-2 and sum(errors) / len(errors) < 2e-2, errors
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_gpu_kernels_agree_with_math(form, kernel):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device: flash and cuDNN attention were not tested")
-    s = tiny_settings(attention=form, d_model=1024, n_heads=8, n_kv_heads=2)
-    assert kernels.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None
