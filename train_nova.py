@@ -76,6 +76,7 @@ class Run:
     step: int = 0  # finished optimizer steps
     saved_at: float = 0.0  # monotonic seconds of the newest save of this launch
     bad_in_a_row: int = 0  # non-finite steps
+    receipts: list = dataclasses.field(default_factory=list)  # of this launch's finished saves
 
 
 def train(settings: Settings) -> dict:
@@ -182,7 +183,7 @@ def start_up(run: Run, launched: float) -> Run:
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
     with agree.stage("resume"):
         resume(run, saved, path)
-        assumed = {"upload": planned.files["upload_seconds"]} if planned and run.checkpoints.publisher else {}
+        assumed = planned.assumed if planned else {}
         run.budget = schedule.Budget(s, launched, run.metrics.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
@@ -464,11 +465,13 @@ def print_sample(run: Run):
     if not s.sample_tokens or tokenizer.kind == "ids":
         return
     prompt = tokenizer.encode(s.sample_prompt) or [tokenizer.eot or 0]
+    began = time.monotonic()
     run.model.eval()
     ids = sample.generate(
         run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=bool(run.chosen["compile"])
     )
     back_to_training(run)
+    run.budget.paused("sample", time.monotonic() - began)
     run.metrics.sample(run.step, s.sample_prompt + tokenizer.decode(ids))
 
 
@@ -524,10 +527,9 @@ def save(run: Run, kind: str, wait: bool = False):
 def collect_saves(run: Run):
     """Note saves that have finished."""
     for receipt in run.checkpoints.poll():
+        run.receipts.append(receipt)
         run.metrics.save(receipt["step"], receipt["kind"], receipt)
-        run.budget.paused(
-            "save", receipt["pause"] + (receipt["seconds"] if receipt["kind"] == "final" else 0)
-        )
+        run.budget.saved(receipt)
         run.log(
             f"saved {receipt['name']}: {receipt['bytes'] / 1e6:.1f} MB in {receipt['seconds']:.2f} s, "
             f"training waited {receipt['pause'] * 1e3:.0f} ms"
@@ -553,6 +555,14 @@ def finish(run: Run) -> dict:
         bigram_baseline=baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
         optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.checkpoints.failures),
     )  # fmt: skip
+    planned = plan_of(run)
+    for line in planned.against(report) if planned else []:
+        run.log(line)
+    pause = max((r["pause"] for r in run.receipts), default=0.0)
+    minutes = schedule.save_minutes_suggested(pause)
+    run.log(
+        f"a save held training up for {pause:.2f} s: save_minutes={minutes:.2g} loses least at a failure a day"
+    )
     if agree.rank == 0:
         shutil.copy(os.path.join(s.out_dir, "report.json"), folder)
         if run.stream.tokenizer.path:
