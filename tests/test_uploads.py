@@ -37,12 +37,17 @@ def save(c, *steps, kind="latest"):
         c.save(step, kind, *state_for(0, 1, seed=step % 20), {"step": step, "config": {}}, wait=True)
 
 
-def idle(c, seconds=10):
-    """Wait until the queue is empty."""
+def until(condition, seconds=20):
+    """Wait for something that the upload thread does."""
     end = time.monotonic() + seconds
-    while c.uploads.pending and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.01)
-    assert not c.uploads.pending
+    assert condition()
+
+
+def idle(c):
+    """Wait until the queue is empty."""
+    until(lambda: not c.uploads.pending)
 
 
 def on_hub(hub, run_id) -> list[str]:
@@ -79,13 +84,20 @@ def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(t
     save(c, 1)
     save(c, 2, 3)
     save(c, 4, 5, kind="milestone")
-    save(c, 6)
-    assert time.monotonic() - began < 20 and len(c.poll()) == 6
-    assert (tmp_path / "step-00000001-latest-0001").exists()  # being uploaded: not rotated
+    save(c, 6, 7, 8, 9)
+    assert time.monotonic() - began < 25 and len(c.poll()) == 9
+    latest = [int(n.split("-")[1]) for n in names_in(tmp_path) if "latest" in n]
+    assert latest == [
+        1,
+        6,
+        7,
+        8,
+        9,
+    ]  # 1 is being uploaded: never rotated; 2 and 3 gave way to keep + 2 younger ones
     hub.gate.set()
     assert c.close(timeout=10) == []
     sent = [int(call.split("step-")[1].split("-")[0]) for call in hub.calls if call.startswith("upload")]
-    assert sent == [1, 4, 5, 6]
+    assert sent == [1, 4, 5, 9]
 
 
 def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(tmp_path):
@@ -130,8 +142,7 @@ def test_a_hub_that_stores_something_else_is_not_believed(tmp_path):
     hub.corrupt = True
     c, lines = open_folder(tmp_path, publisher=hub, keep=1)
     save(c, 1, 2)
-    while c.uploads.failures < 2:
-        time.sleep(0.01)
+    until(lambda: c.uploads.failures >= 2)
     assert not c.uploads.receipts and len(names_in(tmp_path)) == 2
     assert any("differs" in line for line in lines)
     hub.corrupt = False
@@ -145,8 +156,7 @@ def test_a_second_process_that_publishes_the_same_run_is_noticed(tmp_path):
     idle(c)
     hub.files[f"{c.run_id}/step-00000009-latest-0009/manifest.json"] = b"{}"
     save(c, 2)
-    while not c.uploads.failures:
-        time.sleep(0.01)
+    until(lambda: c.uploads.failures)
     assert any("another process publishes run" in line for line in lines)
     assert c.close(timeout=0.1)
 
