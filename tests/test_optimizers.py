@@ -302,7 +302,7 @@ def resumed(rank, world, adamw, now, shared, own, hsdp=None, embed_rows=None):
     shard(nova, world, hsdp)
     optimizers = build(nova, settings)
     steps(nova, optimizers, 7, 8)  # whatever was there before must be gone
-    mine, codes = optimizer_state(nova, optimizers)
+    mine, _ = optimizer_state(nova, optimizers)
     assert set(mine) == set(shared)
     whole = dict(nova.named_parameters()) | mine
     for key, tensor in (now | shared).items():
@@ -314,10 +314,7 @@ def resumed(rank, world, adamw, now, shared, own, hsdp=None, embed_rows=None):
             rows = parts[r] if r < len(parts) else tensor[:0]
         with torch.no_grad():
             local(whole[key]).copy_(rows)
-    if own is not None:
-        for key, tensor in own[rank].items():
-            codes[key].copy_(tensor)
-    load_optimizer_state(nova, optimizers, mine, None if own is None else codes)
+    load_optimizer_state(nova, optimizers, mine, None if own is None else own[rank])
     steps(nova, optimizers, 2, 5)
     return weights(nova)
 
