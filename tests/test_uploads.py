@@ -45,9 +45,9 @@ def until(condition, seconds=20):
     assert condition()
 
 
-def idle(c):
+def idle(c, seconds=20):
     """Wait until the queue is empty."""
-    until(lambda: not c.uploads.pending)
+    until(lambda: not c.uploads.pending, seconds)
 
 
 def on_hub(hub, run_id) -> list[str]:
