@@ -217,6 +217,19 @@ def test_eight_bit_agrees_with_fp32():
     assert 1e-4 < error < 0.06, error
 
 
+def test_rates_reach_the_eight_bit_optimizer():
+    """bitsandbytes keeps groups of its own: the schedule's rate must get there."""
+    p, optimizer = eight_bit_parameter()
+    before = p.detach().clone()
+    set_rates([optimizer], 1.0, 0.0, 0.95)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(p, before)
+    set_rates([optimizer], 1.0, 1e-2, 0.95)
+    optimizer.step()
+    assert not torch.equal(p, before)
+
+
 def small_run(rank, world, adamw):
     nova, settings = initial_nova(adamw=adamw)
     start = weights(nova)
