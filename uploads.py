@@ -105,11 +105,9 @@ class Uploads:
                     self.failures += 1
                     self.log(f"UPLOAD FAILED, number {self.failures}: {prefix}: {type(e).__name__}: {e}")
                     self.pending.pop(prefix, None)
+                    # Behind the others; not at all if a newer one of its kind waits.
                     if kind in ("milestone", "final") or kind not in [k for _, k in self.pending.values()]:
-                        self.pending[prefix] = (
-                            folder,
-                            kind,
-                        )  # behind the others; not if a newer one of its kind waits
+                        self.pending[prefix] = folder, kind
                     if self.deadline is not None and time.monotonic() > self.deadline:
                         return
                     left = pause if self.deadline is None else self.deadline - time.monotonic()
