@@ -75,7 +75,7 @@ def case_train(report: Report, options):
         x, y = batch_of(size)
         for threads in options.threads:
             torch.set_num_threads(threads)
-            peak = matmul_peak(torch.bfloat16)
+            peak = matmul_peak(torch.bfloat16, clock=options.clock)
             trainers = contenders(size, options.compile, options.attention)
             steps = {}
             for contender, trainer in trainers.items():
@@ -590,7 +590,7 @@ def dispatch(options) -> int:
         return bench_gpu.run(report, options)
     sizes = options.sizes
     if not options.tiny:
-        environment(report)
+        environment(report, options.clock)
     for name in options.cases or [c for c in CASES if c != "quality" or options.text]:
         default = ["tiny"] if options.tiny else ["0.8M"] if name == "quality" else ["0.8M", "12M"]
         options.sizes = sizes or default

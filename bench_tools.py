@@ -160,13 +160,13 @@ def peak_bytes(function) -> int:
     return peak
 
 
-def matmul_peak(dtype, n: int = 2048, device="cpu") -> float:
+def matmul_peak(dtype, n: int = 2048, clock: str = "wall") -> float:
     """Best FLOP/s of an (n, n) matmul: what this machine can do at all."""
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / min(measure({"matmul": lambda: a @ b}, 3)["matmul"])
+    a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
+    return 2 * n**3 / min(measure({"matmul": lambda: a @ b}, 3, clock=clock)["matmul"])
 
 
-def environment(report: Report):
+def environment(report: Report, clock: str):
     """The machine, once a run: figures of different machines are not comparable."""
     cpu = "unknown"
     if os.path.exists("/proc/cpuinfo"):
@@ -181,8 +181,7 @@ def environment(report: Report):
         )
     report.fact(
         "env", cpu=cpu, cores=os.cpu_count(), torch=torch.__version__, load=round(os.getloadavg()[0], 2),
-        peak_fp32_GF=matmul_peak(torch.float32) / 1e9, peak_bf16_GF=matmul_peak(torch.bfloat16) / 1e9,
-        threads=torch.get_num_threads(),
+        peak_fp32_GF=matmul_peak(torch.float32, clock=clock) / 1e9, peak_bf16_GF=matmul_peak(torch.bfloat16, clock=clock) / 1e9, clock=clock,
     )  # fmt: skip
 
 
