@@ -33,7 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from kernels import ModelError, bad, choose, choose_attention, compile_blocks, convert_fp8, sdpa
+from backends import ModelError, bad, choose, choose_attention, compile_blocks, convert_fp8, sdpa
 
 EPS = 1e-6  # of every RMSNorm
 INIT_ROWS = 128  # rows that one seed generates: a rank makes only the blocks that its shard touches
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         self.form, self.H, self.K, self.D = s.attention, s.n_heads, s.n_kv_heads, s.head_dim
         self.streams = 2 if self.form == "diff" else 1
         self.unequal = (
-            False  # two_streams in one call: needs a kernel for q, k of D/2 with v of D (kernels.py)
+            False  # two_streams in one call: needs a kernel for q, k of D/2 with v of D (backends.py)
         )
         query_maps = 2 * self.H if self.form == "diff_v2" else self.H
         self.rows = (query_maps * self.D, self.K * self.D, self.K * self.D)  # q | k | v

@@ -217,7 +217,7 @@ def orthogonalize_flops(rows: int, columns: int, iterations: int = 5) -> float:
 # Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden). All but
 # one row are exact counts of model.py's block (tests: what autograd, or the compiler's partitioner, saves). "cuda eager"
 # is counted by hand: a GPU's RMSNorm is one kernel and keeps its bf16 input instead of fp32 copies. On a CPU attention
-# works in fp32 (kernels.py).
+# works in fp32 (backends.py).
 SAVED = {
     "cuda compiled": {"standard": (18, 6, 6), "diff": (20, 8, 6), "diff_v2": (24, 6, 6)},
     "cuda eager": {"standard": (22, 8, 8), "diff": (28, 10, 8), "diff_v2": (30, 8, 8)},

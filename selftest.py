@@ -35,6 +35,8 @@ BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Expr
 WELL = 0.02  # directions above this share of a gradient's norm must be orthogonalised; weaker ones may lag
 OPERATIONS = "all_gather_into_tensor reduce_scatter_tensor all_reduce broadcast all_to_all_single".split()
 
+ADAM_EPSILON = 1e-8  # AdamW's first step is rate * g / (|g| + epsilon)
+
 
 # --- checks of the machine ----------------------------------------------------------------------------------------
 
@@ -307,10 +309,16 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def bits_sum(tensor) -> int:
-    """A 64-bit sum over the bits of this rank's shard: changes when the shard does."""
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(local(tensor.detach()).contiguous().view(kind).sum(dtype=torch.int64))
+def bits_hash(tensor) -> int:
+    """A hash of the bits of this rank's part. Each place has its own odd weight: AdamW's first step moves all entries by
+    the same amount up or down, so that a plain sum over equal values can come out unchanged."""
+    bits = local(tensor.detach()).contiguous().flatten().view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), 1 << 24):  # int64 arithmetic wraps
+        part = bits[start : start + (1 << 24)].to(torch.int64)
+        place = torch.arange(start, start + part.numel(), device=bits.device)
+        total += (part * (place * 0x1E3779B97F4A7C15 * 2 + 1)).sum()
+    return int(total)
 
 
 class FirstStepProof:
@@ -342,22 +350,25 @@ class FirstStepProof:
 
     def before_update(self):
         """After backward and clip: how many elements of each gradient are not zero, or not finite."""
-        self.bits = [bits_sum(p) for _, p in self.parameters]
-        self.gradients = []
+        self.bits = [bits_hash(p) for _, p in self.parameters]
+        self.gradients, self.largest = [], []
         for name, p in self.parameters:
             g = None if p.grad is None else local(p.grad)
             rows = 0 if g is None or name not in self.dense else int((g != 0).flatten(1).any(1).sum())
             finite = g is None or bool(g.isfinite().all())
             self.gradients.append((0 if g is None else int(g.count_nonzero()), int(not finite), rows))
+            self.largest.append(0.0 if g is None or not g.numel() else float(g.abs().max()))
 
     def after_update(self, rate: float):
-        """After the optimizers: which parameters moved. `rate` is the smallest rate of the step: below the fp32
-        resolution of a parameter's values (norm scales of 1 early in a long warm-up) standing still is no fault."""
+        """After the optimizers: which parameters moved. `rate` is the smallest rate of the step. Standing still is no
+        fault where the step is below the fp32 resolution of a parameter's values: norm scales of 1 early in a long
+        warm-up; or gradients far below AdamW's epsilon, such as that of lambda, which the head norm cancels at first."""
         self.moved = []
-        for (_, p), before in zip(self.parameters, self.bits, strict=True):
+        for (_, p), before, gradient in zip(self.parameters, self.bits, self.largest, strict=True):
             values = local(p.detach())
             largest = float(values.abs().max()) if values.numel() else 0.0
-            self.moved.append((int(bits_sum(p) != before), int(rate < largest * 2.0**-22)))
+            step = rate * gradient / (gradient + ADAM_EPSILON)
+            self.moved.append((int(bits_hash(p) != before), int(step < largest * 2.0**-22)))
 
     def conclude(self, loss: float, grad_norm: float, expected_loss: float | None = None):
         """Print one line for each part; raise StartupError or RankFailed on all ranks if any part fails. `loss` is in

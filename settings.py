@@ -78,7 +78,7 @@ class Settings:
         "auto", "torch.compile per block; auto: if a compiler is found"
     )
     activation_checkpointing: Literal["none", "selective", "full"] = setting("none", "recompute in backward")
-    loss_chunk: int = setting(2048, "tokens per chunk of the loss: bounds the logits held at once")
+    loss_chunk: int = setting(512, "tokens per chunk of the loss: bounds the logits held at once")
     reshard_after_forward: bool = setting(True, "free gathered weights after forward (FSDP: less memory)")
     reduce_every_micro_step: bool = setting(False, "reduce gradients each micro-step: no unsharded fp32 copy")
     shard_size: int | None = setting(None, "ranks that share one copy of the weights (HSDP); None: all")

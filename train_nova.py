@@ -187,6 +187,9 @@ def start_up(run: Run, launched: float) -> Run:
         check_weights(run, mesh)
     with agree.stage("optimizers"):
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
+    with agree.stage("compile", s.init_timeout):
+        if s.use_compile:
+            compile_shapes(run)
     with agree.stage("resume"):
         resume(run, saved, path)
         assumed = planned.assumed if planned else {}
@@ -276,6 +279,22 @@ def check_weights(run: Run, mesh):
     run.agree.verdict(problem, "model check")
     whole = hashlib.sha256(str(everyone).encode()).hexdigest()
     run.log(f"weights: {len(prints)} tensors, finite; fingerprint of all ranks' bits {whole[:16]}")
+
+
+def compile_shapes(run: Run):
+    """One forward and backward for each context of the schedule, and the forwards of evaluation and samples: everything
+    is compiled before the short timeouts begin. No parameter changes."""
+    s = run.settings
+    for length in schedule.contexts(s):
+        ids = torch.zeros(s.micro_batch * s.max_len // length, length, dtype=torch.int64, device=run.device)
+        loss, _ = run.model(ids, ids)
+        loss.backward()
+    run.model.zero_grad(set_to_none=True)
+    run.model.eval()
+    with torch.no_grad():
+        run.model(ids, ids)
+        run.model(ids.new_zeros(1, s.max_len))
+    back_to_training(run)
 
 
 def resume(run: Run, saved: dict | None, path: str | None):

@@ -7,7 +7,7 @@ from conftest import tiny_settings
 from test_model import FORMS, gradients, make, tokens
 from workers import run
 
-import kernels
+import backends
 import model
 
 torchao = pytest.importorskip("torchao.float8")
@@ -29,7 +29,7 @@ def fp8(dtype=torch.bfloat16, log=None, noise=True, **changes):
     s = tiny_settings(**{**FP8, **changes})
     with torch.device("meta"):
         converted = model.Nova(s)
-    kernels.convert_fp8(converted, s, log or (lambda text: None))
+    backends.convert_fp8(converted, s, log or (lambda text: None))
     converted.to_empty(device="cpu").to(dtype).load_state_dict(nova.state_dict())
     return converted, nova, s
 

@@ -8,7 +8,7 @@ from test_model import FORMS, gradients, make, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 from workers import run
 
-import kernels
+import backends
 import model
 
 
@@ -58,7 +58,7 @@ def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
     want = nova(ids, targets)[0]
     lines, real = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend=NoCompiler(), **kw))
-    kernels.compile_blocks(nova, s, lines.append)
+    backends.compile_blocks(nova, s, lines.append)
     if wish is True:
         with pytest.raises(model.ModelError, match="use_compile=True.*the compiler says no"):
             nova(ids, targets)
@@ -76,12 +76,12 @@ def test_choose_says_what_auto_means(monkeypatch):
     assert model.choose(s, "cuda")["fp8"] is False and model.choose(s, "cpu")["fp8"] is False
     with pytest.raises(model.ModelError, match="use_fp8='on'.*sm_80"):
         model.choose(tiny_settings(use_fp8="on"), "cuda")
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    monkeypatch.setattr(backends.shutil, "which", lambda name: None)
     chosen = model.choose(s, "cpu")
     assert chosen["compile"] is False and any("no C++ compiler" in r for r in chosen["reasons"])
     with pytest.raises(model.ModelError, match="use_compile=True.*no C"):
         model.choose(tiny_settings(use_compile=True), "cpu")
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/" + name)
+    monkeypatch.setattr(backends.shutil, "which", lambda name: "/bin/" + name)
     assert model.choose(s, "cpu")["compile"] is True
 
 
@@ -89,27 +89,27 @@ def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
     """The first that works, in a fixed order, everything else switched off; math only where it is allowed."""
     works, switched, lines = set(), {}, []
     monkeypatch.setattr(
-        kernels, "attention_problem",
+        backends, "attention_problem",
         lambda s, device, kernel, unequal: None if (kernel, unequal) in works else "no",
     )  # fmt: skip
     monkeypatch.setattr(
-        kernels, "SDPA_SWITCHES",
+        backends, "SDPA_SWITCHES",
         {k: lambda on, k=k: switched.update({k: on}) for k in ("flash", "cudnn", "efficient", "math")},
     )  # fmt: skip
     cuda = torch.device("cuda")
     with pytest.raises(model.ModelError, match="attention='diff'.*head_dim=16.*allow_math_attention"):
-        kernels.choose_attention(tiny_settings(), cuda, lines.append)
+        backends.choose_attention(tiny_settings(), cuda, lines.append)
     assert not switched
     works.add(("flash", False))
-    assert kernels.choose_attention(tiny_settings(), cuda, lines.append) is False
+    assert backends.choose_attention(tiny_settings(), cuda, lines.append) is False
     assert switched == {"flash": True, "cudnn": False, "efficient": False, "math": False}
     assert "flash" in lines[-1] and "keys padded" in lines[-1] and "cudnn" in lines[-1]
     works.add(("cudnn", True))
-    assert kernels.choose_attention(tiny_settings(), cuda, lines.append) is True and switched["cudnn"]
-    assert kernels.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) is False
+    assert backends.choose_attention(tiny_settings(), cuda, lines.append) is True and switched["cudnn"]
+    assert backends.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) is False
     works.clear()
     works.add(("math", False))
-    kernels.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
+    backends.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
     assert switched["math"] and not switched["flash"]
 
 
@@ -129,7 +129,7 @@ def test_gpu_attention_runs_without_the_math_kernel(form):
             nova, s = make(dtype, **changes)
             nova = nova.cuda()
             if dtype == torch.bfloat16:
-                unequal = kernels.choose_attention(s, torch.device("cuda"), lines.append)
+                unequal = backends.choose_attention(s, torch.device("cuda"), lines.append)
                 for block in nova.layers:
                     block.attn.unequal = unequal
                 assert not torch.backends.cuda.math_sdp_enabled()
@@ -138,7 +138,7 @@ def test_gpu_attention_runs_without_the_math_kernel(form):
             loss.backward()
             results.append([loss, *(p.grad.float() for p in nova.parameters())])
     finally:
-        for switch in kernels.SDPA_SWITCHES.values():
+        for switch in backends.SDPA_SWITCHES.values():
             switch(True)
     print(lines)
     assert abs(results[0][0] - results[1][0]) < 2e-2 * results[0][0]
@@ -153,4 +153,4 @@ def test_gpu_kernels_agree_with_math(form, kernel):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device: flash and cuDNN attention were not tested")
     s = tiny_settings(attention=form, d_model=1024, n_heads=8, n_kv_heads=2)
-    assert kernels.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None
+    assert backends.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None
