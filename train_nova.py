@@ -192,7 +192,7 @@ def start_up(run: Run, launched: float) -> Run:
             compile_shapes(run)
     with agree.stage("resume"):
         resume(run, saved, path)
-        assumed = planned.assumed if planned else {}
+        assumed = (planned.assumed if planned else {}) | drilled(s.out_dir)
         run.budget = schedule.Budget(s, launched, run.metrics.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
@@ -650,6 +650,20 @@ def drill(run: Run) -> dict:
     if left:
         raise startup.StartupError(f"drill: not uploaded: {left}")
     return {"step": run.step, "drill": {k: round(v, 3) for k, v in seconds.items()}}
+
+
+def drilled(out_dir: str) -> dict:
+    """What --drill measured on this machine, in seconds, for the budget: better than the plan's assumptions."""
+    try:
+        with open(os.path.join(out_dir, "drill", "status.json"), encoding="utf-8") as f:
+            seconds = json.load(f)["drill"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return {
+        kind: seconds[part]
+        for kind, part in (("whole save", "save"), ("evaluation", "evaluation"))
+        if part in seconds
+    }
 
 
 def export_config(run: Run) -> dict:

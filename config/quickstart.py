@@ -14,12 +14,12 @@ use_fp8 = "off"
 adamw = "fp32"
 
 sequences_per_step, micro_batch = 16, 8
-total_steps, warmup_steps = 800, 40
+total_steps, warmup_steps = 450, 30
 schedule, decay_frac = "wsd", 0.3
 # Short runs of a small model like higher rates than 4e-4.
 muon_lr, lr = 6e-3, 3e-3
 
-log_every, eval_every, ckpt_every = 20, 200, 200
+log_every, eval_every, ckpt_every = 15, 150, 150
 eval_rows, final_eval_rows, val_rows = 16, 32, 32
 sample_prompt = "def "
 out_dir = "out/quickstart"

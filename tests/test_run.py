@@ -302,3 +302,65 @@ def test_budget_ends_decayed_and_in_time(world):
     rows = [r for r in metrics.read_rows(str(world[0] / "budget" / "metrics.jsonl")) if r["kind"] == "step"]
     assert seconds <= 36 and time.monotonic() - began < 120
     assert rows[-1]["muon_lr"] == pytest.approx(6e-4) and rows[-1]["step"] < 100_000
+
+
+def kill_at_random(world, seed, ranks):
+    """Start runs and kill them after random times (all ranks, or one of them) until one gets to the end."""
+    folder, environ = world
+    rng, out = np.random.default_rng(seed), f"random-{seed}-{ranks}"
+    kills = 0
+    for _ in range(12):
+        child = subprocess.Popen(
+            command(folder, out, "--ckpt_every=2", ranks=ranks), env=environ, text=True, cwd=folder, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = child.communicate(timeout=rng.uniform(2.0, 9.0) if kills < 4 else 150)
+            assert child.returncode == 0, output[-3000:]
+            break
+        except subprocess.TimeoutExpired:
+            victims = subprocess.run(
+                ["pgrep", "-P", str(child.pid)], text=True, capture_output=True
+            ).stdout.split()
+            one = (
+                ranks and victims and rng.random() < 0.5
+            )  # one rank: its peers and the launcher must end by themselves
+            (os.kill if one else os.killpg)(int(victims[0]) if one else child.pid, signal.SIGKILL)
+            kills += 1
+            try:
+                child.communicate(timeout=90)
+            finally:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.communicate()
+    assert not [p for p in (folder / out / "checkpoints").iterdir() if p.name.startswith(".tmp-")]
+    assert not list((folder / out / "checkpoints").glob("damaged-*"))
+    return losses(world, out), kills
+
+
+@pytest.mark.parametrize(
+    "seed", [*(pytest.param(i, marks=pytest.mark.slow) for i in range(2)), *(pytest.param(i, marks=pytest.mark.drill) for i in range(2, 20))]
+)  # fmt: skip
+def test_killed_at_random_times_the_losses_are_the_uninterrupted_runs(world, uninterrupted, seed):
+    curve, kills = kill_at_random(world, seed, ranks=0)
+    print(f"seed {seed}: {kills} kills")
+    assert curve == losses(world, "whole")
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(i, marks=pytest.mark.drill) for i in range(1, 6)),
+    ],
+)
+def test_one_rank_or_all_killed_at_random_times_on_two_processes(world, two_ranks, seed):
+    curve, kills = kill_at_random(world, seed, ranks=2)
+    print(f"seed {seed}: {kills} kills")
+    assert curve == two_ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(world):
+    train(world, "two-whole", "--ckpt_every=2", ranks=2)
+    return losses(world, "two-whole")
