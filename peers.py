@@ -12,6 +12,7 @@
 AdamW is the fused one everywhere, also where the original takes the slower loop on a CPU: the peer gets the best case.
 """
 
+import importlib
 import math
 import os
 import sys
@@ -349,11 +350,9 @@ class RepeatMuon(torch.optim.Optimizer):
 
 def first_step(seeds: bool):
     """What a run of nanoGPT, or of the seed (without its self-tests), does up to the end of its first step."""
-    if seeds:
-        import bitsandbytes  # noqa: F401  the seed's imports, all at the top of its file
-        import huggingface_hub  # noqa: F401
-        import torch.distributed.fsdp  # noqa: F401
-        import torchao.float8  # noqa: F401
+    if seeds:  # the seed imports all of these at the top of its file
+        for name in ("bitsandbytes", "huggingface_hub", "torch.distributed.fsdp", "torchao.float8"):
+            importlib.import_module(name)
     trainer = seed(65, 128, 4, 4, 2, 384, 64, bf16=True) if seeds else nanogpt(65, 128, 4, 4, 64)
     x = torch.randint(65, (12, 65), generator=torch.Generator().manual_seed(0))
     loss = trainer.micro(x[:, :-1], x[:, 1:])

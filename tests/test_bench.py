@@ -194,6 +194,20 @@ def test_cases_run(case, prefixes, capsys, pooled):
         assert row["verdict"] in ("ahead", "behind", "inconclusive")
 
 
+@pytest.mark.parametrize("seeds", [False, True])
+def test_the_peers_first_steps_print_what_startup_waits_for(seeds, capsys):
+    peers.first_step(seeds)
+    assert re.search("^step 1 ", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.slow
+def test_startup_runs(capsys):
+    """Real processes: Nova's quickstart, nanoGPT's and the seed's, up to their first step; then every import."""
+    assert bench.main(["startup", "--tiny", "--json", "--rounds=1"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [r["case"] for r in rows] == ["startup/first-step", "startup/first-step", "startup/imports"]
+
+
 def test_quality_runs_on_a_text(tmp_path, capsys):
     """A character vocabulary of the text; both curves fall; rows for the final loss and the time to reach the peer's."""
     path = tmp_path / "text.txt"
