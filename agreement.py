@@ -220,10 +220,16 @@ class Control:
             thread.start()
 
     def _connect(self):
+        """A connection of its own. torchrun's store is there before its workers are: if it does not answer within
+        half a minute its launcher is dead, and this worker an orphan. By hand, rank 0 may start later."""
         import torch.distributed as dist
 
-        options = dict(is_master=False, wait_for_workers=False, timeout=self.timeout)
-        return dist.PrefixStore(self.prefix, dist.TCPStore(self.address, self.port, **options))
+        patience = min(self.timeout, timedelta(seconds=30)) if self.torchrun else self.timeout
+        store = dist.TCPStore(
+            self.address, self.port, is_master=False, wait_for_workers=False, timeout=patience
+        )
+        store.set_timeout(self.timeout)
+        return dist.PrefixStore(self.prefix, store)
 
     # -- failures --
     def record(

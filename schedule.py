@@ -44,6 +44,7 @@ MARGIN = 0.02  # of the time left that an event leaves unplanned, so that noise 
 EXTEND = (
     0.10  # a horizon is moved outwards only when this much more of the remaining steps has become affordable
 )
+CLOSING = 2.0  # seconds for the report, the last picture, and leaving
 CONTEXTS = 4  # different context lengths of a warm-up at most: each is compiled once
 
 
@@ -238,7 +239,7 @@ class Budget:
         """Seconds kept for what follows the last step: final evaluation, save, upload, and one slow step."""
         s = self.settings
         final_evaluation = self.cost("evaluation") * max(1.0, s.final_eval_rows / s.eval_rows)
-        return 1.1 * (final_evaluation + self.cost("sample") + self.ending()) + self.slow_step()
+        return 1.1 * (final_evaluation + self.cost("sample") + self.ending()) + self.slow_step() + CLOSING
 
     def slow_step(self) -> float:
         """Seconds of the slowest of the recent steps."""

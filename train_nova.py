@@ -71,6 +71,7 @@ class Run:
     optimizers: list = None  # [muon, adamw]
     checkpoints: checkpoint.Checkpoints = None
     metrics: "metrics.Metrics" = None
+    baseline: float | None = None  # nats/token of a bigram table on the held-out rows, for small vocabularies
     budget: schedule.Budget = None  # all ranks keep one; rank 0's decides
     horizon: schedule.Horizon = None  # start of the decay, end of the run: recorded, never read from a clock
     step: int = 0  # finished optimizer steps
@@ -172,6 +173,9 @@ def start_up(run: Run, launched: float) -> Run:
             s, s.out_dir, agree.world, run.device, lambda ctx: model.flops_per_token(s, ctx), log,
             main=agree.rank == 0, launched=launched,
         )  # fmt: skip
+        if run.stream.vocab_size <= 4096:
+            run.baseline = data.bigram_baseline(run.stream, 1e6, s.final_eval_rows)
+            log(f"bigram baseline {run.baseline:.4f}: below it a model has learnt more than pairs of tokens")
         planned = plan_of(run)
         for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
             log(line)
@@ -572,12 +576,9 @@ def finish(run: Run) -> dict:
     folder = os.path.join(s.out_dir, "export")
     parameters = {name: p.detach() for name, p in run.model.named_parameters()}
     checkpoint.export(folder, parameters, export_config(run), agree)
-    baseline = None
-    if run.stream.vocab_size <= 4096:
-        baseline = data.bigram_baseline(run.stream, rows_per_domain=s.final_eval_rows)
     report = run.metrics.report(
         status="done", model="Nova", attention=s.attention, parameters=model.count_params(s)["total"],
-        bigram_baseline=baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
+        bigram_baseline=run.baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
         optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.checkpoints.failures),
     )  # fmt: skip
     planned = plan_of(run)

@@ -1,12 +1,14 @@
 """A resumed run is the same run: stopped at step 5, given again, every later loss is the uninterrupted run's.
 
-To the bit at the same number of ranks, whatever the run uses; to rounding at another. Real processes.
+To the bit at the same number of ranks, whatever the run uses; to rounding at another. Real processes. A few are marked
+slow; all of them, slow and drill: pytest tests/test_resume.py -m "slow or drill"
 """
 
 import pytest
 from test_run import losses, train, world  # noqa: F401
 
-pytestmark = pytest.mark.slow
+slow, drill = pytest.mark.slow, pytest.mark.drill
+IN_CI = ("context warm-up", "epoch end", "float8", "8-bit AdamW")
 
 VARIANTS = {
     "plain": [],
@@ -27,18 +29,34 @@ VARIANTS = {
 HSDP = ["--shard_size=1", "--micro_batch=2"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=slow if v in IN_CI else drill) for v in VARIANTS])
 def test_resume_is_bit_exact_on_one_process(world, variant):  # noqa: F811
     compare(world, variant, VARIANTS[variant], ranks=0, resume_ranks=0)
 
 
-@pytest.mark.parametrize("variant", ["plain", "8-bit AdamW", "HSDP"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param("plain", marks=drill),
+        pytest.param("8-bit AdamW", marks=slow),
+        pytest.param("HSDP", marks=slow),
+    ],
+)
 def test_resume_is_bit_exact_on_two_processes(world, variant):  # noqa: F811
     compare(world, variant, VARIANTS.get(variant, HSDP), ranks=2, resume_ranks=2)
 
 
-@pytest.mark.parametrize("ranks, resume_ranks", [(0, 2), (2, 0), (2, 4)])
-@pytest.mark.parametrize("variant", ["plain", "8-bit AdamW"])
+@pytest.mark.parametrize(
+    ("variant", "ranks", "resume_ranks"),
+    [
+        pytest.param("plain", 0, 2, marks=slow),
+        pytest.param("8-bit AdamW", 2, 0, marks=slow),
+        pytest.param("plain", 2, 0, marks=drill),
+        pytest.param("8-bit AdamW", 0, 2, marks=drill),
+        pytest.param("plain", 2, 4, marks=drill),
+        pytest.param("8-bit AdamW", 2, 4, marks=drill),
+    ],
+)
 def test_resume_on_another_number_of_processes_is_equal_to_rounding(world, variant, ranks, resume_ranks):  # noqa: F811
     compare(world, variant, [*VARIANTS[variant], "--micro_batch=2"], ranks, resume_ranks, tolerance=3e-2)
 
