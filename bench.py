@@ -121,7 +121,7 @@ def case_quality(report: Report, options):
         torch.manual_seed(seed)
         settings = nova_settings(
             size, seed=seed, total_steps=steps, warmup_steps=min(100, steps // 10), attention=options.attention,
-            muon_lr=options.muon_lr, lr=options.lr,
+            muon_lr=options.muon_lr, lr=options.lr, muon_min_lr=0.0, min_lr=0.0,  # a decay to zero: 0.01 nats
         )  # fmt: skip
         gpt = peers.nanogpt(size["vocab"], size["d"], size["layers"], size["heads"], size["context"])
         trainers = {
