@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def test_a_full_disk_keeps_the_checkpoint_that_fits(tmp_path):
     happen."""
     program = tmp_path / "program.py"
     program.write_text(FULL.format(tests=TESTS, root=ROOT))
-    shell = f"head -c 60000 /dev/zero > /mnt/ballast && {sys.executable} {program} /mnt"
+    shell = f"head -c 60000 /dev/zero > /mnt/ballast && {shlex.quote(sys.executable)} {shlex.quote(str(program))} /mnt"
     saved, failures, last, names = in_small_file_system(shell, "size=92k")
     assert saved == 1 and failures == 2 and "No space left" in last[0], (saved, failures, last)
     assert names == ["step-00000001-latest-0001"]
@@ -159,7 +160,10 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(FULL.format(tests=TESTS, root=ROOT))
     with pytest.raises(AssertionError, match="CheckpointError: out_dir .*Read-only"):
-        in_small_file_system(f"mount -o remount,ro /mnt && {sys.executable} {program} /mnt/out", "size=1m")
+        in_small_file_system(
+            f"mount -o remount,ro /mnt && {shlex.quote(sys.executable)} {shlex.quote(str(program))} /mnt/out",
+            "size=1m",
+        )
 
 
 def test_an_unreadable_disk_does_not_rename_a_good_checkpoint(tmp_path):
