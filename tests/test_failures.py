@@ -6,6 +6,7 @@ Bounds are the design's, for an idle machine; `SLACK` covers a loaded one. Each 
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -218,7 +219,7 @@ def test_a_save_longer_than_the_grace_period_needs_shutdown_timeout(tmp_path):
 LOOP = """
 out={out}
 while ! {launch}; do
-    {python} startup.py again $out || break
+    {python} startup.py again "$out" || break
 done
 """
 
@@ -227,7 +228,9 @@ def supervise(tmp_path, script: str, seconds: float = 120):
     """README's loop around `script`, a python file. -> (its output, starts)"""
     (tmp_path / "run.py").write_text(script)
     loop = LOOP.format(
-        out=tmp_path / "out", launch=f"{sys.executable} {tmp_path}/run.py", python=sys.executable
+        out=shlex.quote(str(tmp_path / "out")),
+        launch=shlex.join([sys.executable, str(tmp_path / "run.py")]),
+        python=shlex.quote(sys.executable),
     )
     done = subprocess.run(["bash", "-c", loop], cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     starts = (tmp_path / "starts").read_text().count("x")
@@ -275,9 +278,9 @@ def test_recovery_from_a_killed_rank(tmp_path):
         f"echo x >> {tmp_path}/starts\n"
         f"n=$(wc -l < {tmp_path}/starts)\n"
         f"fault=$([ $n -lt 3 ] && echo --fault=1:loop:kill)\n"
-        f"exec {' '.join(TORCHRUN)} --standalone --nproc-per-node=2 tests/toy_run.py {out} --steps=12 --saves=2 $fault\n"
+        f"exec {shlex.join(TORCHRUN)} --standalone --nproc-per-node=2 tests/toy_run.py {out} --steps=12 --saves=2 $fault\n"
     )
-    loop = LOOP.format(out=out, launch=f"bash {tmp_path}/run.sh", python=sys.executable)
+    loop = LOOP.format(out=out, launch=f"bash {tmp_path}/run.sh", python=shlex.quote(sys.executable))
     done = subprocess.run(["bash", "-c", loop], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert json.loads((out / "status.json").read_text())["status"] == "done", done.stderr
     assert (tmp_path / "starts").read_text().count("x") == 3 and (out / "checkpoint").read_text() == "12"
