@@ -92,7 +92,9 @@ class FakeHub:
     def __enter__(self):
         os.environ["HF_HUB_DISABLE_XET"] = "1"  # read when huggingface_hub is imported, so also:
         if "huggingface_hub" in sys.modules:
-            sys.modules["huggingface_hub"].constants.HF_HUB_DISABLE_XET = True
+            import huggingface_hub.constants
+
+            huggingface_hub.constants.HF_HUB_DISABLE_XET = True
         self.server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
