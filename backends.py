@@ -67,6 +67,8 @@ def choose(settings, device) -> dict:
         names = [os.environ.get("CXX"), "g++", "clang++"]
         tool = next((path for n in names if n and (path := shutil.which(n))), None)
         found, tool = tool is not None, tool or "no C++ compiler"
+        if " " in torch.__file__:  # its linker flags are not quoted (seen with torch 2.13)
+            found, tool = False, "no torch in a path without spaces, which its C++ build needs,"
     if s.use_compile is True and not found:
         raise bad(s, "use_compile", f"{tool} found; install one, or use False")
     compiled = s.use_compile is True or (s.use_compile == "auto" and found)

@@ -137,6 +137,8 @@ def test_weights_names_and_values_are_those_of_bf16():
 ], ids=str)  # fmt: skip
 def test_float8_under_fsdp(changes):
     """Two ranks through build_model (meta, convert, checkpointing, compile, shard, initialise): near the bf16 step."""
+    if changes.get("use_compile") and " " in torch.__file__:
+        pytest.skip("torch cannot compile from a path with spaces")
     bf16 = run(gradients, 2, changes={})[0]
     eight = run(gradients, 2, changes={**FP8, **changes}, deadline=600)[0]
     assert abs(bf16[0] - eight[0]) < 2e-3 * bf16[0]
