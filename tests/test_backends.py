@@ -77,12 +77,16 @@ def test_choose_says_what_auto_means(monkeypatch):
     assert model.choose(s, "cuda")["fp8"] is False and model.choose(s, "cpu")["fp8"] is False
     with pytest.raises(model.ModelError, match="use_fp8='on'.*sm_80"):
         model.choose(tiny_settings(use_fp8="on"), "cuda")
+    monkeypatch.setattr(backends.torch, "__file__", "/opt/torch/__init__.py")
     monkeypatch.setattr(backends.shutil, "which", lambda name: None)
     chosen = model.choose(s, "cpu")
     assert chosen["compile"] is False and any("no C++ compiler" in r for r in chosen["reasons"])
     with pytest.raises(model.ModelError, match="use_compile=True.*no C"):
         model.choose(tiny_settings(use_compile=True), "cpu")
     monkeypatch.setattr(backends.shutil, "which", lambda name: "/bin/" + name)
+    with monkeypatch.context() as spaced:
+        spaced.setattr(backends.torch, "__file__", "/opt/my torch/__init__.py")
+        assert not backends.choose(tiny_settings(use_compile="auto"), "cpu")["compile"]
     assert model.choose(s, "cpu")["compile"] is True
 
 
