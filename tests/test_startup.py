@@ -401,14 +401,14 @@ def test_equal_moves_up_and_down_are_seen_and_gradients_below_epsilon_excused():
     """AdamW's first step moves equal values by equal amounts: their sum stays. A gradient that AdamW cannot feel is no
     fault of the run; one that it can, is."""
     for gradient, moves, problem in ((1.0, True, False), (1e-14, False, False), (1e-3, False, True)):
-        p = torch.nn.Parameter(torch.full((4,), 0.5))
+        p = torch.nn.Parameter(torch.full((4,), 0.625))  # not a power of two: equally fine steps up and down
         p.grad = gradient * torch.tensor([1.0, -1.0, 1.0, -1.0])
         agree = Rank()
         agree.control = lambda flags, sums: (flags, sums)
         proof = selftest.FirstStepProof(agree, [("p", p)], blocks=0, log=lambda text: None)
         proof.before_update()
         with torch.no_grad():
-            p.sub_(1e-3 * p.grad.sign() * moves)
+            p.sub_(2.0**-10 * p.grad.sign() * moves)
         proof.after_update(1e-3)
         kind = outcome(lambda proof=proof: proof.conclude(1.0, 1.0))[0]
         assert (kind != "ok") == problem, (gradient, moves, kind)
