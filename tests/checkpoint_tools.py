@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import random
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,6 +103,54 @@ def digest_of(folder: str) -> dict[str, str]:
             with open(path, "rb") as f:
                 found[os.path.relpath(path, folder)] = hashlib.sha256(f.read()).hexdigest()
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank_group():
+    """The one-rank process group that a run under plain python has."""
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if ours:
+        dist.destroy_process_group()
+
+
+def saved_once(folder, steps=(1,), kind="latest", **options):
+    """A closed folder with a checkpoint of each step, whose values depend on the step."""
+    c, lines = open_folder(folder, **options)
+    for step in steps:
+        c.save(step, kind, *state_for(0, 1, seed=step), {"step": step, "config": {"n": 1}}, wait=True)
+    assert not c.failures
+    receipts = c.poll()
+    c.close()
+    return receipts
+
+
+def names_in(folder) -> list[str]:
+    return sorted(n for n in os.listdir(folder) if n.startswith("step-"))
+
+
+def damage(folder: str, rng: random.Random) -> str:
+    """One single-bit flip, truncation or appended byte in one file of a checkpoint; says what."""
+    file = rng.choice(sorted(digest_of(folder)))
+    path = os.path.join(folder, file)
+    size = os.path.getsize(path)
+    kind = rng.choice(["flip", "flip", "flip", "truncate", "append"])
+    with open(path, "r+b") as f:
+        if kind == "flip":
+            at = rng.randrange(size)
+            f.seek(at)
+            byte = f.read(1)[0] ^ (1 << rng.randrange(8))
+            f.seek(at)
+            f.write(bytes([byte]))
+            return f"flip in byte {at} of {file}"
+        if kind == "truncate":
+            f.truncate(rng.randrange(size))
+        else:
+            f.seek(0, 2)
+            f.write(b"\0" if file.endswith("safetensors") else rng.choice([b"\n", b" "]))
+    return f"{kind} {file}"
 
 
 class MemoryHub:

@@ -263,7 +263,7 @@ def test_a_bad_hub_dataset_is_named(root, tmp_path, server, what):
 
 def one_rank(rank, world, endpoint, cache, steps):
     os.environ["HF_ENDPOINT"] = endpoint
-    from test_data import Gloo
+    from test_data_state import Gloo
 
     try:
         s = settings("me/tokens", cache_dir=cache, hub_patience=20.0)

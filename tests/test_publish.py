@@ -12,7 +12,7 @@ import time
 import traceback
 
 import pytest
-from checkpoint_tools import all_bits, digest_of, open_folder, state_for
+from checkpoint_tools import all_bits, digest_of, names_in, open_folder, state_for
 from fake_hub import (  # noqa: F401 (fixtures)
     READ_TOKEN,
     WRITE_TOKEN,
@@ -23,7 +23,6 @@ from fake_hub import (  # noqa: F401 (fixtures)
     outcome,
     publisher,
 )
-from test_checkpoint import names_in
 from test_uploads import idle, quick_retries, save  # noqa: F401 (quick_retries: a fixture)
 from workers import free_port
 

@@ -11,8 +11,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from checkpoint_tools import MemoryHub, all_bits, open_folder, state_for
-from test_checkpoint import damage, names_in
+from checkpoint_tools import MemoryHub, all_bits, damage, names_in, open_folder, state_for
 from workers import run
 
 import checkpoint

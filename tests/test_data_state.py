@@ -1,0 +1,332 @@
+"""The stream's state: what is refused, what may change, files and memory in the long run; real processes and the Hub."""
+
+import json
+import os
+import threading
+
+import corpora
+import numpy as np
+import pytest
+import torch
+import workers
+from corpora import Crew, dataset, rows, settings, write
+from workers import Rank
+
+import data
+
+
+@pytest.fixture
+def root(tmp_path):
+    return dataset(tmp_path)
+
+
+# --- failures and state --------------------------------------------------------------------------------------------
+
+
+def test_a_failing_batch_draws_nothing(root):
+    """After the shard is repaired the same call gives the samples it would have given."""
+    expected, crew = Crew(settings(root)).run(range(6), n=20), Crew(settings(root))
+    path = f"{root}/data/code/{crew.streams[0].cursors[0].order(0)[1][-7:]}"
+    os.rename(path, path + ".gone")
+    samples = []
+    with pytest.raises(data.DataError, match="no such file"):
+        for _step in range(6):
+            samples += crew.step(20)
+    with pytest.raises(data.DataError, match="no such file"):
+        crew.step(20)
+    os.rename(path + ".gone", path)
+    while len(samples) < len(expected):
+        samples += crew.step(20)
+    assert samples == expected
+
+
+def test_every_mutated_field_of_the_state_is_refused(root):
+    crew = Crew(settings(root))
+    crew.run(range(3))
+    state, changed = crew.state(), 0
+
+    def places(value, path=()):
+        if isinstance(value, (dict, list)):
+            for k in value if isinstance(value, dict) else range(len(value)):
+                yield from places(value[k], (*path, k))
+        else:
+            yield path, value
+
+    for path, value in places(state):
+        other = json.loads(json.dumps(state))
+        spot = other
+        for k in path[:-1]:
+            spot = spot[k]
+        spot[path[-1]] = value + 1 if isinstance(value, int) else "data/code/../../x.npy" if value else 1
+        with pytest.raises(data.DataError):
+            Crew(settings(root), state=other)
+        changed += 1
+    assert changed > 30
+    for wrong in ({}, {"digest": 1}, [], {**state, "extra": 1}):
+        with pytest.raises(data.DataError):
+            Crew(settings(root), state=wrong)
+
+
+def test_state_of_another_run_is_refused_with_the_setting_to_put_back(root):
+    state = Crew(settings(root)).state()
+    for change, name in (
+        (dict(seed=8), "seed=7"),
+        (dict(max_len=4), "max_len=8"),
+        (dict(domains=["code", "math"]), "--allow_change=domains"),
+        (dict(domain_weights=[2, 1, 1, 1]), "--allow_change=domain_weights"),
+    ):
+        with pytest.raises(data.DataError, match=name):
+            Crew(settings(root, **change), state=state)
+
+
+def test_allowed_changes_go_on_where_each_domain_was(root):
+    """A domain that stays goes on, one that is new begins, one that left is forgotten."""
+    crew = Crew(settings(root, domains=["code", "general"]))
+    crew.run(range(1), n=20)
+    state = crew.state()
+    new = settings(root, domains=["math", "code"], domain_weights=[1, 2], allow_change=["domains"])
+    samples = Crew(new, 2, state).run(range(1, 3), n=24)
+    seen = [tuple(s[2]) for s in crew.run(range(1, 20), n=2) if s[1] == 0]
+    assert [tuple(s[2]) for s in samples if s[1] == 1][: len(seen)] == seen[:32]
+
+
+def test_paths_in_a_state_stay_inside_the_dataset(root):
+    """A state that is whole, but was made to read another file."""
+    state = Crew(settings(root)).state()
+    state["domains"]["code"]["admitted"][0][2][0][0] = "data/code/../../../etc/passwd.npy"
+    state["digest"] = data.state_digest({k: v for k, v in state.items() if k != "digest"})
+    with pytest.raises(data.DataError, match="not a file name inside data/code/"):
+        Crew(settings(root), state=state)
+
+
+class Lending(data.FolderSource):
+    """A source whose files are held from fetch to release, as HubSource's are."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.held = set()
+
+    def fetch(self, name, revision=None, id=None):
+        self.held.add(name)
+        return super().fetch(name, revision, id)
+
+    def release(self, name):
+        self.held.discard(name)
+
+
+def test_at_most_two_files_of_a_domain_are_held(root):
+    """The current and the next: a bounded cache can delete the rest. Also when shards last less than a fetch."""
+    source = Lending(root)
+    crew = Crew(settings(root), source=source)
+    for step in range(40):
+        crew.step(24, step)
+        for thread in threading.enumerate():
+            if thread.name.startswith("prefetch"):
+                thread.join(60)
+        assert len(source.held) <= 8
+        assert all(len(c.opened) == 1 for c in crew.streams[0].cursors), "open files pile up"
+    list(crew.streams[0].val_batches(3, 3))
+    assert len(source.held) <= 8
+
+
+class Many:
+    """A source of 20,000 shards that all are one file; it counts what is asked of it."""
+
+    revision = "0" * 40
+
+    def __init__(self, path):
+        self.path, self.fetched = path, []
+
+    def metadata(self):
+        return {"vocab_size": 1 << 30}
+
+    def list(self, domain):
+        return {f"data/{domain}/fineweb_edu_{i:06d}.npy": "f" * 64 for i in range(5000)}
+
+    def fetch(self, name, revision=None, id=None):
+        self.fetched.append(name)
+        return self.path
+
+    def release(self, name):
+        pass
+
+
+def test_resume_deep_in_a_large_manifest_opens_only_the_current_shards(tmp_path):
+    """20,000 shards, resumed after 100,000 steps: nothing before the position is opened, the next shard is fetched
+    ahead, and the state takes at most 150 bytes a shard."""
+    source = Many(write(tmp_path, "a.npy", rows(0, 40, 9)))
+    state = Crew(settings(tmp_path), source=source).state()
+    for place in state["domains"].values():  # 100,000 steps of 24 samples: 600,000 a domain, 40 a shard
+        place["epoch"], place["shard"], place["pos"], place["drawn"] = 3, 0, 12, 600_000
+    state["samples"] = 2_400_000
+    state["digest"] = data.state_digest({k: v for k, v in state.items() if k != "digest"})
+    assert len(json.dumps(state)) < 150 * 20_000
+    source.fetched.clear()
+    crew = Crew(settings(tmp_path), source=source, state=state)
+    crew.step(24)
+    assert len(source.fetched) <= 8
+
+
+def test_open_files_and_memory_stay_flat(tmp_path):
+    """10,000 batches over 800 shard changes: no descriptor and no memory is kept (after a warm-up of the allocator)."""
+    write(tmp_path, "data/code/a.npy", rows(0, 40, 257))
+    write(tmp_path, "data/code/b.npy", rows(40, 40, 257))
+    corpora.describe(tmp_path)
+    crew = Crew(settings(tmp_path, max_len=256, domains=["code"], val_rows=1, eval_rows=1, final_eval_rows=1))
+    stream = crew.streams[0]
+
+    def use():
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
+
+    for _ in range(1000):
+        stream.next_batch(6)
+    before = use()
+    for _ in range(10_000):
+        stream.next_batch(6)
+    after = use()
+    assert stream.epochs()["code"] > 800
+    assert after[0] - before[0] < 4 << 20, "10,000 batches of 24 kB each would be 245 MB if they were kept"
+    assert after[1] <= before[1] + 2
+
+
+# --- real processes, and the Hub -----------------------------------------------------------------------------------
+
+
+class Gloo:
+    """The agreement object over the harness's gloo group."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world, self.local_rank = rank, world, rank
+
+    def gather(self, value):
+        out = [None] * self.world
+        torch.distributed.all_gather_object(out, value)
+        return out
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+    def verdict(self, problem, what=""):
+        told = self.gather(repr(problem) if problem else None)
+        if problem:
+            raise problem
+        if any(told):
+            raise RuntimeError(f"another rank: {next(t for t in told if t)}")
+
+
+def train_on(rank, world, folder, start, state=None):
+    stream = data.open_stream(settings(folder), Gloo(rank, world), lambda text: None, state)
+    out = []
+    for step in range(start, start + 6):
+        if stream.listing:
+            stream.listing.join(60)
+        stream.refresh(step)
+        b = stream.next_batch(24)
+        out.append((b.ids, b.x.tolist(), b.y.tolist()))
+    return out, stream.state()
+
+
+def fail_on(rank, world, folder):
+    try:
+        data.open_stream(settings(folder), Gloo(rank, world), lambda text: None)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def joined(results):
+    """Global batches of the steps from the ranks' slices."""
+    steps = zip(*[r[0] for r in results], strict=True)
+    return [tuple(sum((part[i] for part in step), []) for i in range(3)) for step in steps]
+
+
+def test_real_processes_agree(root):
+    """Two gloo processes for six steps, then three from their state: one process's sequence. A new shard arrives."""
+    write(root, "data/code/late.npy", rows(7000, 5, 9))
+    late, first = f"{root}/data/code/late.npy", f"{root}-late.npy"
+    os.rename(late, first)
+    two = workers.run(train_on, 2, folder=root, start=0)
+    os.rename(first, late)
+    three = workers.run(train_on, 3, folder=root, start=6, state=two[0][1])
+    assert len({json.dumps(r[1]) for r in three}) == 1
+    os.rename(late, first)
+    alone = train_on_alone(root, 0)
+    os.rename(first, late)
+    rest = train_on_alone(root, 6, alone[1])
+    assert joined(two) + joined(three) == joined([alone]) + joined([rest])
+
+
+def train_on_alone(folder, start, state=None):
+    crew_settings, rank = settings(folder), Rank()
+    stream = data.open_stream(crew_settings, rank, lambda text: None, state)
+    out = []
+    for step in range(start, start + 6):
+        if stream.listing:
+            stream.listing.join(60)
+        stream.refresh(step)
+        b = stream.next_batch(24)
+        out.append((b.ids, b.x.tolist(), b.y.tolist()))
+    return out, stream.state()
+
+
+def test_a_bad_dataset_stops_all_ranks(tmp_path):
+    """Rank 0 finds it, both end."""
+    dataset(tmp_path, domains=["code", "general", "math"])
+    told = workers.run(fail_on, 2, folder=str(tmp_path))
+    assert "DataError" in told[0] and "reasoning" in told[0]
+    assert "another rank" in told[1]
+
+
+def test_a_hub_dataset_resumes_from_the_commits_it_admitted(tmp_path, monkeypatch):
+    """After admission the repo overwrites one shard, deletes one and renames one: a resume with an empty cache still
+    reads what was admitted, through the real client, at the commit of admission."""
+    from fake_hub import FakeHub
+
+    root = dataset(tmp_path / "files")
+    with FakeHub() as hub:
+        import hub as hub_module
+
+        plain = hub_module.HubSource
+        monkeypatch.setattr(
+            hub_module, "HubSource", lambda *a, **k: plain(*a, **k, endpoint=hub.url, first_wait=0.01)
+        )
+        files = {
+            os.path.relpath(os.path.join(top, f), root): open(os.path.join(top, f), "rb").read()
+            for top, _, names in os.walk(root)
+            for f in names
+        }
+        hub.commit("datasets/me/data", files)
+        s = settings(root, data="me/data", cache_dir=str(tmp_path / "cache"), hub_patience=60.0)
+        crew = Crew(s, 2)
+        expected = crew.run(range(3))
+        state = crew.state()
+        hub.commit(
+            "datasets/me/data",
+            {
+                "data/code/000.npy": files["data/code/001.npy"],
+                "data/code/001.npy": None,
+                "data/math/000.npy": None,
+                "data/math/moved.npy": files["data/math/000.npy"],
+                "data/general/new.npy": npy_bytes(rows(8000, 6, 9)),
+            },
+        )
+        expected += crew.run(range(3, 12))
+        again = Crew(
+            settings(root, data="me/data", cache_dir=str(tmp_path / "cold"), hub_patience=60.0), 3, state
+        )
+        assert expected[:72] + again.run(range(3, 12)) == expected
+        admitted = again.streams[0].state()["domains"]
+        assert len(admitted["general"]["admitted"]) == 2 and len(admitted["general"]["admitted"][1][1]) == 40
+        assert len(admitted["math"]["admitted"]) == 1, "a rename is not new data"
+        assert expected == Crew(settings(root)).run(range(3)) + expected[72:]
+        s.domains = ["code", "matth"]
+        with pytest.raises(data.DataError, match="did you mean 'math'"):
+            Crew(s)
+
+
+def npy_bytes(array) -> bytes:
+    import io
+
+    f = io.BytesIO()
+    np.save(f, array)
+    return f.getvalue()
