@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_settings
-from test_model import FORMS, gradients, make, tokens
+from test_model import FORMS, make, tokens
+from test_model_sharded import gradients
 from workers import run
 
 import backends

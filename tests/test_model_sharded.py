@@ -1,0 +1,112 @@
+"""The model under FSDP2, on real processes: the same weights, the same gradients, at every world size."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_settings
+from test_model import make, tokens
+from workers import run
+
+import model
+
+
+def build(world, changes, log=None, replicate=1):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    s = tiny_settings(**changes)
+    if replicate > 1:
+        mesh = init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    return model.build_model(s, mesh, "cpu", log=log or (lambda text: None)), s
+
+
+def whole(t):
+    from torch.distributed.tensor import DTensor
+
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+
+
+def digest(t) -> str:
+    return hashlib.sha256(whole(t).contiguous().numpy().tobytes()).hexdigest()
+
+
+def initial_weights(rank, world, changes, replicate=1):
+    nova, s = build(world, changes, replicate=replicate)
+    assert all(p.dtype == torch.float32 for p in nova.parameters())
+    return {n: digest(p) for n, p in nova.named_parameters()}
+
+
+def test_initial_weights_are_equal_at_every_world_size():
+    """Bit for bit at 1, 2, 4 ranks and HSDP 2x2, and of a model that was never sharded. 129 rows cross a seed's block,
+    and 4 lambdas on 4 ranks leave one row each."""
+    changes = dict(ffn_hidden=129 + 63, attention="diff", tie_embeddings=False, max_len=32)
+    nova, _ = make(noise=False, **changes)
+    want = {n: digest(p) for n, p in nova.named_parameters()}
+    assert len(set(want.values())) >= 12
+    for world, replicate in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        for got in run(initial_weights, world, changes=changes, replicate=replicate, deadline=120):
+            assert got == want, (world, replicate)
+    other, _ = make(noise=False, seed=43, **changes)
+    assert all(
+        not torch.equal(a, b)
+        for a, b in zip(nova.parameters(), other.parameters(), strict=True)
+        if a.ndim == 2
+    )
+
+
+def gradients(rank, world, changes, replicate=1, see=False):
+    """Loss and whole gradients of one step on this rank's share of 4 rows; the mean over ranks is scaled to the sum."""
+    nova, s = build(world, changes, replicate=replicate)
+    seen = []
+    if see:
+        nova.layers[1].attn.register_forward_pre_hook(
+            lambda module, inputs: (
+                seen.extend(str(t.dtype) for t in inputs) or seen.append(str(module.qkv.weight.dtype))
+            )
+        )
+    ids, targets = (t.chunk(world)[rank] for t in tokens(s, B=4))
+    loss, _ = nova(ids, targets)
+    (loss / targets.numel()).backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    for p in nova.parameters():
+        assert p.grad.dtype == torch.float32 and p.grad.placements == p.placements
+    return total.item(), {n: whole(p.grad).numpy() for n, p in nova.named_parameters()}, seen
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_sharding_changes_nothing_but_rounding(tie):
+    """1, 2, 4 ranks and 2x2 against the unsharded fp32 model: bf16 rounding and the order of sums, nothing else."""
+    changes = dict(tie_embeddings=tie)
+    nova, s = make(noise=False, **changes)
+    ids, targets = tokens(s, B=4)
+    loss, _ = nova(ids, targets)
+    (loss / targets.numel()).backward()
+    for world, replicate in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        total, grads, _ = run(gradients, world, changes=changes, replicate=replicate, deadline=120)[0]
+        assert abs(total - loss.item()) < 1e-3 * loss.item()
+        for n, p in nova.named_parameters():
+            error = np.linalg.norm(grads[n] - p.grad.numpy()) / p.grad.norm().item()
+            assert error < 0.03, (world, n, error)
+
+
+def test_dtypes_inside_an_fsdp_block():
+    """The policy hands bf16 weights and a bf16 stream to a block, and leaves the RoPE tables and 1 - lambda_0 fp32."""
+    for world in (1, 2):
+        seen = run(gradients, world, changes={}, see=True)[0][2]
+        assert seen == ["torch.bfloat16"] + ["torch.float32"] * 3 + ["torch.bfloat16"]
+
+
+@pytest.mark.parametrize("changes", [
+    dict(cpu_offload=True), dict(reshard_after_forward=False), dict(activation_checkpointing="selective"),
+    dict(activation_checkpointing="full"),
+], ids=str)  # fmt: skip
+def test_memory_settings_change_no_bit_of_a_sharded_step(changes):
+    plain = run(gradients, 2, changes={})[0]
+    other = run(gradients, 2, changes=changes)[0]
+    assert other[0] == plain[0]
+    for n in plain[1]:
+        assert np.array_equal(plain[1][n], other[1][n]), n
