@@ -78,6 +78,9 @@ def test_choose_says_what_auto_means(monkeypatch):
     assert model.choose(s, "cuda")["fp8"] is False and model.choose(s, "cpu")["fp8"] is False
     with pytest.raises(model.ModelError, match="use_fp8='on'.*sm_80"):
         model.choose(tiny_settings(use_fp8="on"), "cuda")
+    capability["now"] = (8, 9)  # able to, but "auto" asks for 9.0
+    assert model.choose(tiny_settings(use_fp8="on"), "cuda")["fp8"] is True
+    assert model.choose(s, "cuda")["fp8"] is False
     monkeypatch.setattr(backends.torch, "__file__", "/opt/torch/__init__.py")
     monkeypatch.setattr(backends.shutil, "which", lambda name: None)
     chosen = model.choose(s, "cpu")
@@ -117,6 +120,15 @@ def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
     works.add(("math", False))
     backends.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
     assert switched["math"] and not switched["flash"]
+
+
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+def test_a_kernel_that_computes_wrong_is_found_out(monkeypatch, factor):
+    s, plain = tiny_settings(), backends.sdpa
+    assert backends.attention_problem(s, torch.device("cpu"), "math", False) is None
+    wrong = lambda q, *rest: plain(q, *rest) * (factor if q.dtype == torch.bfloat16 else 1)  # noqa: E731
+    monkeypatch.setattr(backends, "sdpa", wrong)
+    assert "relative error" in backends.attention_problem(s, torch.device("cpu"), "math", False)
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------

@@ -40,9 +40,9 @@ def initial_weights(rank, world, changes, replicate=1):
 
 
 def test_initial_weights_are_equal_at_every_world_size():
-    """Bit for bit at 1, 2, 4 ranks and HSDP 2x2, and of a model that was never sharded. 129 rows cross a seed's block,
-    and 4 lambdas on 4 ranks leave one row each."""
-    changes = dict(ffn_hidden=129 + 63, attention="diff", tie_embeddings=False, max_len=32)
+    """Bit for bit at 1, 2, 4 ranks and HSDP 2x2, and of a model that was never sharded. 193 rows cross a seed's block and
+    are no multiple of the ranks, and 4 lambdas on 4 ranks leave one row each."""
+    changes = dict(ffn_hidden=193, attention="diff", tie_embeddings=False, max_len=32)
     nova, _ = make(noise=False, **changes)
     want = {n: digest(p) for n, p in nova.named_parameters()}
     assert len(set(want.values())) >= 12
@@ -94,10 +94,13 @@ def test_sharding_changes_nothing_but_rounding(tie):
 
 
 def test_dtypes_inside_an_fsdp_block():
-    """The policy hands bf16 weights and a bf16 stream to a block, and leaves the RoPE tables and 1 - lambda_0 fp32."""
+    """The policy hands bf16 weights and a bf16 stream to a block, and leaves the RoPE tables and 1 - lambda_0 fp32. What
+    ranks add up is added up in fp32: sums of two bf16 gradients, most of which bf16 cannot hold."""
     for world in (1, 2):
-        seen = run(gradients, world, changes={}, see=True)[0][2]
+        _, grads, seen = run(gradients, world, changes={}, see=True)[0]
         assert seen == ["torch.bfloat16"] + ["torch.float32"] * 3 + ["torch.bfloat16"]
+    sums = torch.from_numpy(grads["layers.0.ffn.up.weight"])
+    assert (sums != sums.bfloat16()).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("changes", [
