@@ -481,8 +481,9 @@ def clipped(rank, world, hsdp, max_norm, scale):
 
 @pytest.mark.parametrize("world, hsdp", WORLDS)
 def test_clip_is_torchs_on_one_process(world, hsdp):
-    """The norm over all shards (copies counted once), the factor, and the order: scale, norm, clip."""
-    for max_norm, scale in ((0.5, 1.0), (0.5, 1e-2), (0.0, 3.0)):
+    """The norm over all shards (copies counted once), the factor, and the order: scale, norm, clip. A norm below the
+    bound stays what it is."""
+    for max_norm, scale in ((0.5, 1.0), (0.5, 1e-2), (0.0, 3.0), (1e6, 2.0)):
         net = initial_net()
         (net(batch(0)).square().sum() / 64).backward()
         grads = [p.grad.mul_(scale) for p in net.parameters() if p.grad is not None]
