@@ -7,7 +7,7 @@ exact, and a run with `max_hours` always finishes its decay, final evaluation, s
 
     horizon = first_horizon(settings)                       # or Horizon.from_dict(checkpoint's)
     budget = Budget(settings, launched=clock(), used=0.0)   # rank 0 only; seconds of earlier launches in `used`
-    while step < last_step(settings, horizon):
+    while step < min(settings.stop_at or horizon.end_step, horizon.end_step):
         event = budget.decide(step, clock(), horizon)       # rank 0; then agreed: agree.broadcast(event and event.as_dict())
         if event and event.kind == "stop": break            # job_hours: save, stopped and resumable
         if event: horizon = event.horizon                   # max_hours: log it, checkpoint it
@@ -102,11 +102,6 @@ def first_horizon(settings, start_step: int = 0) -> Horizon:
     else:
         start = end - max(1, round(settings.decay_frac * end))
     return Horizon(min(max(start, start_step), end - 1), max(end, start_step + 1))
-
-
-def last_step(settings, horizon: Horizon) -> int:
-    """Steps after which this launch ends: `stop_at` cuts the run without changing any rate."""
-    return min(horizon.end_step, settings.stop_at or horizon.end_step)
 
 
 def rates(step: int, settings, horizon: Horizon) -> tuple[float, float, float]:

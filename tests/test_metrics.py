@@ -135,7 +135,7 @@ def test_loss_meter_weighs_tokens_not_rows_or_micro_steps():
     for _ in range(3):
         targets = torch.randint(-1, 3, (4, 16))
         loss = torch.rand(4, 16) * (targets >= 0)
-        domain = torch.tensor([0, 2, 2, 0])
+        domain = torch.tensor([0, 2, 2, 2])
         meter.add(loss, targets, domain)
         all_losses.append(loss[targets >= 0].double())
         for d in by_domain:
@@ -200,6 +200,15 @@ def test_rows_are_strict_json_even_when_the_loss_is_not_finite(tmp_path):
     report = m.report()
     assert report["bad_steps"] == 1 and report["train_loss"] == 2.0
     json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda c: pytest.fail(c))
+
+
+def test_only_a_smaller_loss_is_the_best(tmp_path):
+    """A loss that is no number never is, not even the first."""
+    m = make(tmp_path)
+    m.launch(0)
+    losses = (math.nan, 3.0, 3.0, math.nan, math.inf, 2.5)
+    best = [m.evaluation(i, loss, {"code": loss}) for i, loss in enumerate(losses)]
+    assert best == [False, True, False, False, False, True] and m.best == {"step": 5, "loss": 2.5}
 
 
 def test_a_resume_continues_the_file_without_duplicate_or_lost_steps(tmp_path):

@@ -18,7 +18,6 @@ from schedule import (
     context_length,
     contexts,
     first_horizon,
-    last_step,
     rates,
     save_minutes_suggested,
 )
@@ -82,7 +81,7 @@ def test_rates_do_not_depend_on_history_and_survive_json():
 def test_stop_at_ends_a_launch_without_touching_a_rate():
     whole = tiny_settings(total_steps=100)
     cut = tiny_settings(total_steps=100, stop_at=30)
-    assert last_step(cut, first_horizon(cut)) == 30 and last_step(whole, first_horizon(whole)) == 100
+    assert first_horizon(cut) == first_horizon(whole)
     assert [rates(i, cut, first_horizon(cut)) for i in range(30)] == [
         rates(i, whole, first_horizon(whole)) for i in range(30)
     ]
@@ -156,7 +155,7 @@ class FakeRun:
             step, horizon = self.saved["step"], Horizon.from_dict(self.saved["horizon"])
             budget.load_state(json.loads(json.dumps(self.saved["budget"])))
         self.status, self.steps_here, saved_at = "done", 0, clock
-        while step < last_step(s, horizon):
+        while step < horizon.end_step:
             event = budget.decide(step, clock, horizon)
             if event:
                 assert Event.from_dict(json.loads(json.dumps(event.as_dict()))) == event
@@ -313,6 +312,10 @@ def test_a_budget_inside_the_warm_up_still_ends_at_the_floor():
     run = FakeRun(long_settings(warmup_steps=5000, max_hours=0.05), noisy(0.1)).launch()
     assert run.status == "done" and run.used <= 180
     assert run.rates[run.step - 1][:2] == (run.s.muon_min_lr, run.s.min_lr)
+    s = tiny_settings(schedule="wsd", total_steps=100, warmup_steps=50)
+    line = lambda step: s.lr - (s.lr - s.min_lr) * (step - 30) / 19  # noqa: E731
+    for step in range(30, 50):  # the lower of the two lines, not their product
+        assert rates(step, s, Horizon(30, 50))[1] == pytest.approx(min(line(step), s.lr * (step + 1) / 50))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -327,6 +330,15 @@ def test_job_hours_stop_each_launch_in_time_and_move_no_rate(form):
     free = FakeRun(long_settings(schedule=form, total_steps=3000), noisy(0.1)).launch()
     assert run.status == "done" and 3 <= launches <= 6 and run.rates == free.rates
     assert all(e.kind == "stop" and "job_hours" in e.reason for e in run.events)
+
+
+def test_steps_that_compile_are_not_timed():
+    budget = Budget(long_settings(), 0.0)
+    for seconds in (100.0, 50.0, 1.0, 1.0, 1.0, 1.0):
+        budget.stepped(seconds)
+    assert budget.pace() is None
+    budget.stepped(1.0)
+    assert budget.pace() == 1.0
 
 
 def test_on_other_hardware_a_resume_scales_the_pace_that_it_remembers():
@@ -354,6 +366,22 @@ def test_pauses_are_planned_before_they_happen():
     assert abs(budget.affordable(0, 3600, 100_000) - end) <= 50
 
 
+def test_what_follows_the_last_step_is_reserved_with_a_margin():
+    """The slower of the last two of each kind: a first evaluation compiles, a disk may be busy."""
+    budget = Budget(long_settings(max_hours=1.0), 0.0)
+    for kind, seconds in (
+        ("evaluation", 10.0),
+        ("evaluation", 4.0),
+        ("sample", 2.0),
+        ("whole save", 20.0),
+        ("upload", 30.0),
+    ):
+        budget.paused(kind, seconds)
+    assert 1.08 < budget.reserve() / (10 + 2 + 1.5 * 20 + 30) < 1.2
+    budget.paused("evaluation", 4.0)
+    assert budget.cost("evaluation") == 4.0
+
+
 def test_the_last_step_is_never_disturbed():
     """It runs at the floor, whatever the clock says: an event there would be one step too many."""
     s = long_settings(max_hours=0.01)
@@ -362,6 +390,16 @@ def test_the_last_step_is_never_disturbed():
         budget.stepped(1.0)
     assert budget.decide(99, 1e6, Horizon(10, 100)) is None
     assert budget.decide(98, 1e6, Horizon(10, 100)).horizon.end_step == 99
+    budget = Budget(long_settings(job_hours=0.01), 0.0)
+    assert budget.decide(99, 1e6, Horizon(10, 100)) is None
+    assert budget.decide(98, 1e6, Horizon(10, 100)).kind == "stop"
+
+
+def test_of_two_budgets_the_one_that_ends_first_counts():
+    s = long_settings(max_hours=1.0, job_hours=0.5)
+    assert Budget(s, launched=100.0, used=600.0).left(160.0) == 0.5 * 3600 - 60
+    assert Budget(s, launched=100.0, used=3000.0).left(160.0) == 3600 - 3000 - 60
+    assert Budget(long_settings(), 0.0).left(160.0) is None
 
 
 def test_a_launch_that_finds_its_budget_used_up_ends_before_it_has_measured_anything():
