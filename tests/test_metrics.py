@@ -216,23 +216,36 @@ def test_a_resume_continues_the_file_without_duplicate_or_lost_steps(tmp_path):
     clock = Clock()
     m = make(tmp_path, clock)
     m.launch(0)
-    take_steps(m, 1, 6, clock)
+    take_steps(m, 1, 6, clock, loss=4.0)
     m.evaluation(6, 1.5, {"code": 1.5}, None, 2.0)
     state = json.loads(json.dumps(m.state()))
     take_steps(m, 7, 9, clock)
     m.evaluation(9, 1.0, {"code": 1.0}, None, 2.0)
     with open(m.path, "a") as f:
         f.write('{"kind": "step", "step": 10, "lo')
+    m.journal()
     again = make(tmp_path, clock)
     again.load_state(state)
+    assert again.used() == pytest.approx(9 * 0.5), "what a kill threw away was paid for, too"
     again.launch(6)
     take_steps(again, 7, 12, clock)
+    assert again.eta(12) == pytest.approx(8 * 0.5 * (1 + 2 / 6))  # the pace of this launch's steps
     rows = strict_rows(again.path)
     assert [r["step"] for r in rows if r["kind"] == "step"] == list(range(1, 13))
     assert [r["tokens"] for r in rows if r["kind"] == "step"] == [100 * i for i in range(1, 13)]
     assert [r["step"] for r in rows if r["kind"] == "evaluation"] == [6]
     report = again.report()
     assert report["restarts"] == 1 and report["best_val"] == 1.5 and report["tokens_seen"] == 1200
+    assert report["train_loss"] == 3.0  # of the last 50 steps, whatever the launch
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    calls, sync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), sync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
+    metrics.write_json(str(tmp_path / "report.json"), {"loss": math.nan})
+    assert calls == ["fsync", "replace"]
+    assert json.loads((tmp_path / "report.json").read_text()) == {"loss": None}
 
 
 def test_time_used_survives_a_kill_and_counts_every_launch(tmp_path):
