@@ -78,7 +78,8 @@ def test_verdict_raises_everywhere_and_names_the_rank():
         assert results[r] == (
             "RankFailed", "storage failed on rank 1: StartupError: trouble on 1", 74, 1,
         )  # fmt: skip
-    assert "(and 1 more ranks)" in run(judge, world=3, bad=[1, 2])[0][1]
+    _, text, _, rank = run(judge, world=3, bad=[1, 2])[0]
+    assert rank == 1 and text.endswith("on rank 1: StartupError: trouble on 1 (and 1 more ranks)")
 
 
 # --- equal on all ranks ----------------------------------------------------------------------------------------------
@@ -457,7 +458,9 @@ def test_restarts_without_progress_end(tmp_path):
         return startup.again(out, limit=2, wait=0)[0]
 
     assert not startup.again(out)[0], "no status: it never started"
-    assert ends("running", saved=10) and ends("system", saved=20)
+    assert ends("running", saved=10)
+    assert not startup.again(out, wait=0)[0], "a launch that got nowhere is not judged by the one before it"
+    assert ends("system", saved=20)
     assert ends("system", saved=20), "one launch without a new save"
     assert not ends("running"), "and one that was killed before it could resume"
     assert ends("io", saved=20) and ends("running", saved=30), "started by hand: counted from the beginning"
@@ -532,3 +535,5 @@ def test_only_a_lost_peer_makes_a_victim():
     assert not agreement.is_peer_loss(somewhere("expected a contiguous tensor"))
     assert not agreement.is_peer_loss(somewhere("connection refused", "nova"))
     assert not agreement.is_peer_loss(ValueError("gloo"))
+    own = NotImplementedError("not for gloo").with_traceback(somewhere("gloo").__traceback__)
+    assert not agreement.is_peer_loss(own)
