@@ -6,6 +6,7 @@ import random
 import shutil
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoint_tools import (
     all_bits,
@@ -20,6 +21,7 @@ from checkpoint_tools import (
 from workers import run
 
 import checkpoint
+import sealed
 from checkpoint import CheckpointError
 
 
@@ -212,3 +214,13 @@ def test_foreign_names_are_neither_loaded_nor_deleted(tmp_path, name):
         c.save(step, "latest", *state_for(0, 1), {}, wait=True)
     c.close()
     assert digest_of(tmp_path / name) == before
+
+
+def test_a_tensor_of_which_a_piece_is_missing_or_there_twice_is_refused():
+    """Files that are whole, of a save that was not: memory that nothing fills would be loaded as weights."""
+    top, bottom = (sealed.Chunk("file", (row, 0), (2, 3)) for row in (0, 2))
+    live = {"w": torch.zeros(4, 3)}
+    sealed.compare({"w": ("F32", (4, 3), [top, bottom])}, live, "folder")
+    for pieces, covered in (([bottom], 6), ([top, bottom, bottom], 18)):
+        with pytest.raises(CheckpointError, match=f"w is saved in part: {covered} of 12"):
+            sealed.compare({"w": ("F32", (4, 3), pieces)}, live, "folder")
