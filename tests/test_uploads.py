@@ -93,6 +93,7 @@ def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(t
         8,
         9,
     ]  # 1 is being uploaded: never rotated; 2 and 3 gave way to keep + 2 younger ones
+    assert c.uploads.active in c.uploads.pending, "close would not wait for it"
     hub.gate.set()
     assert c.close(timeout=10) == []
     sent = [int(call.split("step-")[1].split("-")[0]) for call in hub.calls if call.startswith("upload")]
@@ -101,11 +102,11 @@ def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(t
 
 def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(tmp_path):
     hub = MemoryHub()
-    hub.failing = 3
+    hub.failing = 12  # the pauses between tries have an upper bound
     c, lines = open_folder(tmp_path, publisher=hub, keep=1)
     save(c, 1, kind="milestone")
     idle(c)
-    assert c.uploads.failures == 3 and sum("UPLOAD FAILED" in line for line in lines) == 3
+    assert c.uploads.failures == 12 and sum("UPLOAD FAILED" in line for line in lines) == 12
     hub.failing = 10**9
     save(c, 2, 3, kind="final")
     began = time.monotonic()
@@ -133,6 +134,27 @@ def test_local_rotation_waits_for_the_hub_but_not_for_ever(tmp_path):
     save(c, 8, kind="milestone")
     assert [int(n.split("-")[1]) for n in names_in(tmp_path)][-1] == 8 and len(names_in(tmp_path)) <= 2
     c.close(timeout=10)
+
+
+def test_a_younger_one_on_the_hub_is_enough(tmp_path):
+    c, lines = open_folder(tmp_path, publisher=MemoryHub(), keep=1)
+    names = [f"step-0000000{i}-latest-000{i}" for i in (1, 2, 3)]
+    assert not c.uploads.may_delete(names[0], names, keep=1)
+    c.uploads.receipts[f"{c.run_id}/{names[1]}"] = {}
+    assert c.uploads.may_delete(names[0], names, keep=1) and not c.uploads.may_delete(
+        names[2], names[2:], keep=1
+    )
+    c.close()
+
+
+def test_names_go_by_the_number_of_the_save_however_long_it_is():
+    names = [
+        "step-100000000-latest-10000",
+        "step-00000007-best-9999",
+        "step-7-best-0001",
+        "step-00000007-best-99",
+    ]
+    assert uploads.by_serial(names) == [names[1], names[0]]
 
 
 def test_a_hub_that_stores_something_else_is_not_believed(tmp_path):
