@@ -332,6 +332,22 @@ def test_new_shards_are_admitted_by_all_ranks_at_the_fixed_step_and_queue_up(roo
     assert first[-1] == "data/math/zz.npy" and len(first) == 4
 
 
+def test_a_listing_is_young_when_it_is_used(root):
+    """Begun a tenth of an interval before, not right after the last one; a state taken before does not change with it."""
+    crew = Crew(settings(root, domains=["code"]))
+    stream, state = crew.streams[0], crew.streams[0].state()
+
+    def between(step):
+        if step == 6:
+            write(root, "data/code/late.npy", rows(8000, 5, 9))
+
+    crew.run(range(1, 8), n=4, between=between)
+    assert len(stream.cursors[0].admitted) == 1
+    crew.step(4, 8)
+    assert len(stream.cursors[0].admitted) == 2
+    assert len(state["domains"]["code"]["admitted"]) == 1
+
+
 def test_a_renamed_shard_is_not_new_data_and_is_still_read(root):
     """The content is known; the admitted name resumes from the file's new place."""
     crew = Crew(settings(root))

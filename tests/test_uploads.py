@@ -136,6 +136,16 @@ def test_local_rotation_waits_for_the_hub_but_not_for_ever(tmp_path):
     c.close(timeout=10)
 
 
+def test_checkpoints_of_another_run_are_not_published(tmp_path):
+    before, _ = open_folder(tmp_path)
+    save(before, 1)
+    before.close()
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path, publisher=hub, resume="never")
+    assert c.run_id != before.run_id and not c.uploads.pending
+    assert c.close(timeout=10) == [] and not hub.files
+
+
 def test_a_younger_one_on_the_hub_is_enough(tmp_path):
     c, lines = open_folder(tmp_path, publisher=MemoryHub(), keep=1)
     names = [f"step-0000000{i}-latest-000{i}" for i in (1, 2, 3)]
