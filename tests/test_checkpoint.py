@@ -308,6 +308,16 @@ def test_rotation_goes_by_the_order_of_saves_not_by_step(tmp_path):
     c.close()
 
 
+def test_serial_numbers_go_on_in_whatever_order_a_folder_is_listed(tmp_path, monkeypatch):
+    saved_once(tmp_path, steps=(1, 2, 3))
+    plain = os.listdir
+    for reverse in (False, True):
+        monkeypatch.setattr(os, "listdir", lambda path, r=reverse: sorted(plain(path), reverse=r))
+        c, _ = open_folder(tmp_path)
+        assert c.serial == 3
+        c.close()
+
+
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     first, _ = open_folder(tmp_path)
     with pytest.raises(CheckpointError, match="in use by another run .process"):

@@ -214,6 +214,10 @@ def test_small_dtypes(tmp_path):
     corpora.describe(tmp_path, vocab_size=126)
     samples = Crew(settings(tmp_path, domains=["code"])).run(range(1), n=50)
     assert all(y == [t + 1 for t in x] for _, _, x, y in samples)
+    write(tmp_path / "edge", "data/code/a.npy", np.full((20, 9), 255, "uint8"))
+    corpora.describe(tmp_path / "edge", vocab_size=255)
+    with pytest.raises(data.DataError, match="token id 255, outside the vocabulary of 255"):
+        Crew(settings(tmp_path / "edge", domains=["code"])).run(range(1))
 
 
 def test_shorter_contexts_keep_every_token_and_target():
@@ -358,6 +362,15 @@ def test_a_renamed_shard_is_not_new_data_and_is_still_read(root):
     assert other.run(range(0, 3)) == expected
     other.run(range(3, 9))
     assert len(other.streams[0].cursors[0].admitted) == 1
+
+
+def test_a_listing_sees_what_was_replaced(root):
+    """Content ids are kept between listings, but not for a file that is another one of the same size."""
+    source = data.FolderSource(root)
+    before = source.list("code")
+    write(root, "data/code/001.npy", np.load(f"{root}/data/code/001.npy")[::-1])
+    after = source.list("code")
+    assert [n for n in before if before[n] != after[n]] == ["data/code/001.npy"]
 
 
 def test_a_shard_replaced_in_place_is_noticed(root):
