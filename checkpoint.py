@@ -457,11 +457,6 @@ class Checkpoints:
         if self.uploads is not None:
             self.uploads.put(prefix, f"folder {prefix}", os.path.abspath(folder), prefix)
 
-    def wait(self) -> list[dict]:
-        """Finish the save in flight, then as `poll`."""
-        self.wait_local()
-        return self.poll()
-
     def close(self, timeout: float = 0.0) -> list[str]:
         """Finish the local save, give uploads `timeout` seconds, release the folder. Names that are not on the Hub."""
         self.wait_local()

@@ -405,6 +405,8 @@ def test_changed_settings_are_listed_or_refused():
         checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9))
     lines = checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta2"]))
     assert "beta2: 0.95 -> 0.9" in lines
+    with pytest.raises(settings.SettingsError, match="beta2: 0.95 -> 0.9"):
+        checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta1"]))
     with pytest.raises(settings.SettingsError, match="n_layers: 2 -> 3 .*another out_dir"):
         checkpoint.refuse_changes(saved, tiny_settings(n_layers=3, allow_change=["n_layers"]))
 

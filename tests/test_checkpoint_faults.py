@@ -195,7 +195,8 @@ def unreadable_scenario(rank, world, folder):
 
 
 def test_leftovers_of_a_killed_save_go_and_others_stay(tmp_path):
-    """At the next start: this run's temporary folders are removed, another run's and unknown files are not."""
+    """At the next start: this run's temporary folders are removed; another run's, unknown files and half a download of
+    this run, which goes on, are not."""
     run(leftovers_scenario, world=1, folder=str(tmp_path))
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith((".tmp", "keep"))) == [
         ".tmp-other+step-00000009-latest-0009",
@@ -211,7 +212,10 @@ def leftovers_scenario(rank, world, folder):
     with open(os.path.join(folder, "keep.txt"), "w") as f:
         f.write("mine")
     before = digest_of(folder)
+    download = os.path.join(folder, f".tmp-{c.run_id}+step-00000008-latest-0008.part")
+    os.mkdir(download)
     c, lines = open_folder(folder)
+    os.rmdir(download)
     assert sum("left by a save that was killed" in line for line in lines) == 1
     assert digest_of(folder)["keep.txt"] == before["keep.txt"]
     c.close()
