@@ -220,6 +220,19 @@ def test_a_run_whose_local_files_are_gone_resumes_from_the_hub(tmp_path):
     new.close()
 
 
+def test_a_copy_under_another_name_on_the_hub_is_not_taken(tmp_path):
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path / "a" / "nova", publisher=hub)
+    save(c, 1)
+    c.close(timeout=10)
+    for key, content in list(hub.files.items()):
+        hub.files[key.replace("step-00000001-latest-0001", "step-00000009-latest-0009")] = content
+    again, lines = open_folder(tmp_path / "b" / "nova", publisher=hub)
+    assert again.newest().endswith("step-00000001-latest-0001")
+    assert any("step-00000009-latest-0009 on the Hub is step-00000001-latest-0001" in line for line in lines)
+    again.close(timeout=10)
+
+
 def test_a_local_checkpoint_is_preferred_and_a_damaged_one_is_replaced_from_the_hub(tmp_path):
     hub = MemoryHub()
     c, _ = open_folder(tmp_path, publisher=hub)
