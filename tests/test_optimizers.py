@@ -230,6 +230,23 @@ def test_rates_reach_the_eight_bit_optimizer():
     assert not torch.equal(p, before)
 
 
+def test_eight_bit_moves_rows_that_have_moved():
+    """FSDP may put a parameter's rows into other memory at any time: the step must not work on what was there before."""
+    p, optimizer = eight_bit_parameter(count=1)
+    p.data = p.data.clone()
+    before = p.detach().clone()
+    optimizer.step()
+    assert not torch.equal(p, before)
+
+
+def test_eight_bit_decays_what_fp32_decays():
+    """bitsandbytes keeps groups of its own: tables are decayed, norms and gates are not."""
+    nova, settings = initial_nova(adamw="8bit", weight_decay=0.3)
+    _, adamw = build(nova, settings)
+    assert [g["weight_decay"] for g in adamw.param_groups] == [0.3, 0.0]
+    assert [g["weight_decay"] for g in adamw.inner.param_groups] == [0.3, 0.0]
+
+
 def small_run(rank, world, adamw):
     nova, settings = initial_nova(adamw=adamw)
     start = weights(nova)
