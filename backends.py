@@ -78,10 +78,11 @@ def choose(settings, device) -> dict:
 
 def sdpa(q, k, v, scale: float):
     """Causal attention (B, heads, T, dim) in v's dtype; query head i reads kv head i // (heads_q / heads_kv), never
-    copied. The CPU kernel works in fp32: its bf16 backward is 1.4 (T 256) to 4 (T 64) times slower."""
+    copied; a single query is the last position and sees all keys. The CPU kernel works in fp32: its bf16 backward is 1.4 (T 256) to 4 (T 64) times slower."""
     dtype = torch.promote_types(v.dtype, torch.float32) if v.device.type == "cpu" else v.dtype
     q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
-    y = F.scaled_dot_product_attention(q, k, values, is_causal=True, scale=scale, enable_gqa=True)
+    causal = q.shape[2] > 1
+    y = F.scaled_dot_product_attention(q, k, values, is_causal=causal, scale=scale, enable_gqa=True)
     return y.to(v.dtype)
 
 

@@ -106,13 +106,16 @@ class Attention(nn.Module):
         self.head_gate = nn.Parameter(torch.ones(self.H)) if s.head_gate else None
         self.gate_proj = nn.Linear(s.d_model, self.H, bias=False) if s.attn_gate else None
 
-    def forward(self, x, cos, sin, keep):
-        """x (B, T, d_model), normed; cos, sin (T, D/streams) fp32; keep = 1 - lambda_0, 0-dim fp32."""
+    def forward(self, x, cos, sin, keep, cache=None):
+        """x (B, T, d_model), normed; cos, sin (T, D/streams) fp32; keep = 1 - lambda_0, 0-dim fp32; cache(k, v) returns
+        those of all positions so far (sample.py)."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.rows, -1)
         q = self.position(q, self.q_norm.scale, cos, sin)  # (B, T, query maps, streams, D/streams)
         k = self.position(k, self.k_norm.scale, cos, sin)
         v = v.view(B, T, self.K, self.D)
+        if cache is not None:
+            k, v = cache(k, v)
         if self.form == "diff":
             y1, y2 = self.two_streams(q, k, v)
             y = rms_norm(y1 - self.diff_lambda[:, None] * y2, self.h_norm.scale) * keep
@@ -173,9 +176,9 @@ class Block(nn.Module):
         self.ffn_hidden = s.ffn_hidden
         self.run = self.body  # or its compiled form, see compile_blocks
 
-    def forward(self, x, cos, sin, keep):
+    def forward(self, x, cos, sin, keep, *cache):
         """x (B, T, d_model) -> the same; the tables are fp32 and must not be cast."""
-        return self.run(x, cos, sin, keep)
+        return self.run(x, cos, sin, keep, *cache)
 
     def body(self, *inputs):
         if self.checkpointing == "none" or not torch.is_grad_enabled():
@@ -186,8 +189,8 @@ class Block(nn.Module):
             context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
         return checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False, **context)
 
-    def layer(self, x, cos, sin, keep):
-        x = self.add(x, self.ls_a, self.attn(self.attn_norm(x), cos, sin, keep))
+    def layer(self, x, cos, sin, keep, *cache):
+        x = self.add(x, self.ls_a, self.attn(self.attn_norm(x), cos, sin, keep, *cache))
         return self.add(x, self.ls_f, self.ffn(self.ffn_norm(x)))
 
     @staticmethod
@@ -297,16 +300,21 @@ class Nova(nn.Module):
         self.ids_checked = False
         self.fp8 = False  # set by convert_fp8
 
-    def forward(self, ids, targets=None):
+    def forward(self, ids, targets=None, caches=None):
         """ids (B, T) int64 -> logits (B, T, padded vocab) fp32, padded ids -inf; with targets (B, T), the *next* tokens,
-        -1 ignored -> (loss sum (), the gradient's root; cross-entropy (B, T), detached, 0 where ignored), both fp32."""
+        -1 ignored -> (loss sum (), the gradient's root; cross-entropy (B, T), detached, 0 where ignored), both fp32.
+
+        caches: a sample.Cache per layer; ids then go on after the positions that these hold, one at a time."""
         self.check(ids, targets)
         s = self.settings
         cos, sin, keep = self.constants(ids.device)
-        cos, sin = cos[: ids.shape[1]], sin[: ids.shape[1]]
+        begin = caches[0].length if caches else 0
+        if begin and ids.shape[1] > 1 or begin + ids.shape[1] > s.max_len:
+            raise ModelError(f"ids {tuple(ids.shape)} after {begin} cached positions of at most {s.max_len}")
+        cos, sin = (table[begin : begin + ids.shape[1]] for table in (cos, sin))
         x = self.embed(ids)  # (B, T, d_model)
-        for block, block_keep in zip(self.layers, keep, strict=True):
-            x = block(x, cos, sin, block_keep)
+        for i, block in enumerate(self.layers):
+            x = block(x, cos, sin, keep[i], *([caches[i]] if caches else []))
         x = self.norm(x)
         head = self.embed.weight if self.lm_head is None else self.lm_head.weight
         if targets is None:
