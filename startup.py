@@ -117,6 +117,18 @@ def init(settings, environ=os.environ, log=print) -> Agreement:
     return agree
 
 
+def grace_seconds(environ=os.environ) -> float | None:
+    """Seconds that torchrun waits for its workers after a signal before it kills them; None without a torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", encoding="utf-8") as f:
+            words = f.read().replace("=", "\0").replace("_", "-").split("\0")
+        return float(words[words.index("--shutdown-timeout") + 1])
+    except (OSError, ValueError):
+        return 30.0
+
+
 def choose_device(local_rank: int, environ=os.environ):
     """cuda:LOCAL_RANK, or the CPU where there is no GPU."""
     import torch

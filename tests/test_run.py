@@ -31,8 +31,8 @@ domains = ["code", "math"]
 """
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
+@pytest.fixture(name="world", scope="module")
+def fixture_world(tmp_path_factory):
     """(folder for outputs, environment) with data of two domains that a model can learn: noisy repeating bytes."""
     folder = tmp_path_factory.mktemp("run")
     rng = np.random.default_rng(0)
@@ -284,6 +284,57 @@ def test_repeated_non_finite_steps_end_the_run_with_a_black_box(world):
     assert "update skipped" in output and "non-finite steps in a row" in output
     box = json.loads((world[0] / "diverged" / "blackbox.json").read_text())
     assert box["steps"][-1]["samples"][1] % 8 == 0 and status(world, "diverged")["status"] == "failed"
+
+
+OUT_OF_MEMORY = """
+import os, runpy, sys
+sys.path.insert(0, {root!r})
+import model, torch
+real, calls = model.SoftcapCrossEntropy.forward, []
+def forward(*args):
+    calls.append(1)
+    if len(calls) > 8 and os.environ.get("RANK", "0") == os.environ["NOVA_TEST_RANK"]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.50 GiB (injected)")
+    return real(*args)
+model.SoftcapCrossEntropy.forward = staticmethod(forward)
+sys.argv[0] = {root!r} + "/train_nova.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "ranks, culprit",
+    [(0, 0), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.drill)],
+)
+def test_out_of_memory_names_the_rank_and_the_setting(world, ranks, culprit):
+    """In the middle of a step, while the other rank waits for it: both end, and one line says what to change."""
+    folder, environ = world
+    (folder / "oom.py").write_text(OUT_OF_MEMORY.format(root=ROOT))
+    words = command(folder, f"oom{ranks}{culprit}", ranks=ranks)
+    words[words.index(os.path.join(ROOT, "train_nova.py"))] = str(folder / "oom.py")
+    child = subprocess.run(
+        words,
+        env=environ | {"NOVA_TEST_RANK": str(culprit)},
+        text=True,
+        capture_output=True,
+        cwd=folder,
+        timeout=100,
+    )
+    said, ended = child.stdout + child.stderr, status(world, f"oom{ranks}{culprit}")
+    assert child.returncode == (1 if ranks else 70), said[-3000:]
+    assert (ended["status"], ended["rank"], ended["resumable"]) == ("failed", culprit, False)
+    assert "Tried to allocate 3.50 GiB" in ended["why"] and "lower micro_batch=4" in ended["why"]
+    assert "activation_checkpointing=selective" in said and "memory" in said
+
+
+@pytest.mark.slow
+def test_a_save_longer_than_the_launchers_grace_is_pointed_out(world):
+    words = command(world[0], "grace", "--total_steps=6", ranks=1)
+    words.insert(4, "--shutdown-timeout=0")
+    child = subprocess.run(words, env=world[1], text=True, capture_output=True, cwd=world[0], timeout=100)
+    assert child.returncode == 0 and child.stdout.count("--shutdown-timeout=60") == 1, (
+        child.stdout + child.stderr
+    )
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import workers
 from conftest import tiny_settings
 from workers import ROOT, Rank, run
 
@@ -447,6 +448,46 @@ def test_start_is_refused_where_it_cannot_go_well(tmp_path):
     assert e.value.exit_code == 64
     with pytest.raises(startup.StartupError, match="LOCAL_RANK"):
         startup.init(settings, {"RANK": "1", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    "words, seconds",
+    [(["--shutdown-timeout=77"], "77.0"), (["--shutdown_timeout", "5"], "5.0"), ([], "30.0")],
+)
+def test_the_launchers_grace_is_read_from_its_command_line(words, seconds):
+    ask = "import startup; print(startup.grace_seconds({'TORCHELASTIC_RUN_ID': 'x'}), startup.grace_seconds({}))"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
+    done = subprocess.run([sys.executable, "-c", launcher, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == [seconds, "None"], done.stderr
+
+
+def timeouts(rank, world):
+    """({seconds of all groups before, after the first step}, seconds until a collective that nobody joins then fails)"""
+    agree = agreement.Agreement.__new__(agreement.Agreement)
+    agreement.Exchange.__init__(agree, rank, world)
+    agree.settings, agree.lost = tiny_settings(init_timeout=300.0, step_timeout=1.0, hub_patience=0.5), 0.5
+    dist.new_group(backend="gloo", timeout=agree._backstop(300.0))
+
+    def seconds():
+        backends = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
+        return {b.options._timeout.total_seconds() for b in backends}
+
+    before = seconds()
+    agree.first_step_done()
+    began = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+    return min(before), seconds(), time.monotonic() - began
+
+
+def test_collectives_may_take_long_until_the_first_step_is_done_and_not_afterwards():
+    try:
+        before, after, waited = run(timeouts, 2)[0]
+    finally:
+        if 2 in workers.POOLS:  # its groups have the short timeout now
+            workers.POOLS[2].close()
+    assert before >= 300 and after == {1.0 + 3 * 0.5} and 2 < waited < 30
 
 
 def test_restarts_without_progress_end(tmp_path):
