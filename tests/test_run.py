@@ -229,7 +229,9 @@ def test_seed_8x_config_names_everything_this_machine_lacks(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h200_8x", "h200_8x_10b", "h200_4x", "h200_multinode", "quickstart"])
+@pytest.mark.parametrize(
+    "name", ["h200_8x", "h200_8x_10b", "h200_4x", "h200_multinode", "one_gpu_day", "quickstart"]
+)
 def test_each_config_file_runs_when_shrunk(world, name):
     """The file itself, with its sizes reduced and the GPU parts replaced: every other line of it is used."""
     folder, environ = world
