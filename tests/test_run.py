@@ -39,7 +39,7 @@ def fixture_world(tmp_path_factory):
     for d, domain in enumerate(("code", "math")):
         os.makedirs(folder / "data" / domain)
         pattern = rng.integers(97 + 8 * d, 105 + 8 * d, 23)
-        rows = np.tile(pattern, 9000)[: 200 * 33].reshape(200, 33)
+        rows = np.tile(pattern, 9000)[: 40 * 33].reshape(40, 33)
         noise = rng.random(rows.shape) < 0.1
         np.save(folder / "data" / domain / "s.npy", np.where(noise, 32, rows).astype(np.uint16))
     meta = {"vocab_size": 257, "tokenizer": "bytes", "eot": 256}
@@ -97,6 +97,10 @@ def test_a_run_trains_reports_exports_and_samples(world, uninterrupted):
     report = json.loads((folder / "report.json").read_text())
     assert status(world, "whole")["status"] == "done"
     assert report["step"] == 12 and list(losses(world, "whole")) == list(range(1, 13))
+    rows = [r for r in metrics.read_rows(str(folder / "metrics.jsonl")) if r["kind"] == "step"]
+    assert rows[7]["epochs"]["code"] < 1 < rows[-1]["epochs"]["code"], (
+        "the kills and stops below cross an epoch's end"
+    )
     assert report["val_loss"] < np.log(257) - 1 and set(report["val_loss_by_domain"]) == {"code", "math"}
     assert 0 < report["bigram_baseline"] < np.log(257)
     for words in (
