@@ -40,13 +40,14 @@ class Cache:
 @torch.no_grad()
 def generate(
     model, ids: list[int], n_tokens: int, max_len: int, device, temperature=0.8, top_k=50, seed=0,
-    pad=False, cached=False,
+    pad=1, cached=False,
 ) -> list[int]:  # fmt: skip
     """`n_tokens` ids that continue `ids` (at least one). The context is the last `max_len` ids at first; when it is full
     the newer half goes on, at position 0 again.
 
-    pad: fill the context up on the right, which changes nothing before and spares a compiled model a new graph for every
-    length. cached: keep keys and values, so that a token costs one position and not the whole context.
+    pad: fill the context up to a multiple of `pad`, at most max_len, which changes nothing before: a new graph, or on a
+    CPU new kernels, for every length cost time and memory. cached: keep keys and values, so that a token costs one
+    position and not the whole context.
     Never stops early: under FSDP every rank must call the model equally often, so all ranks call this alike.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -61,9 +62,8 @@ def generate(
             context, last = context[-1:], 0
         elif cached:
             caches = [Cache(max_len) for _ in model.layers]
-        context = torch.tensor(
-            [context + [0] * (max_len - len(context) if pad else 0)], device=device
-        )  # (1, T)
+        room = min(-len(context) % pad, max_len - len(context))
+        context = torch.tensor([context + [0] * room], device=device)  # (1, T)
         ids.append(next_token(model(context, caches=caches)[0, last], temperature, top_k, generator))
     return ids[prompt:]
 

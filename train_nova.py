@@ -506,7 +506,7 @@ def print_sample(run: Run):
     began = time.monotonic()
     run.model.eval()
     ids = sample.generate(
-        run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=bool(run.chosen["compile"])
+        run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=s.max_len if s.use_compile else 64
     )
     back_to_training(run)
     run.budget.paused("sample", time.monotonic() - began)
