@@ -34,6 +34,7 @@ All rows also carry "step" and "time" (unix seconds).
 
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -581,13 +582,10 @@ def draw(curves: dict[str, list[dict]], path: str):
     os.replace(path + ".tmp", path)
 
 
-def smooth(values: list[float], window: int = 20) -> list[float]:
-    """Mean of each value and the ones before it, up to `window`."""
-    recent, total, out = deque(), 0.0, []
-    for value in values:
-        recent.append(value)
-        total += value
-        if len(recent) > window:
-            total -= recent.popleft()
-        out.append(total / len(recent))
+def smooth(values: list[float], reach: int = 10) -> list[float]:
+    """Mean of each value and up to `reach` on either side, as many on both: a trailing mean lags where the loss falls."""
+    sums, out = [0.0, *itertools.accumulate(values)], []
+    for i in range(len(values)):
+        r = min(reach, i, len(values) - 1 - i)
+        out.append((sums[i + r + 1] - sums[i - r]) / (2 * r + 1))
     return out

@@ -320,8 +320,10 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_smooth_is_a_trailing_mean():
-    assert metrics.smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+def test_smooth_does_not_lag():
+    assert metrics.smooth([1.0, 3.0, 8.0, 7.0], 1) == [1.0, 4.0, 6.0, 7.0]
+    line = [float(i) for i in range(50)]
+    assert metrics.smooth(line) == pytest.approx(line)
 
 
 # --- watch.py ------------------------------------------------------------------------------------------------------
