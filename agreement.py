@@ -43,6 +43,7 @@ LOST = {
     "cpu": 10.0,
     "cuda": 30.0,
 }  # seconds without a heartbeat; a CUDA call may hold the interpreter for a while
+SAVER = "saver"  # description of the group that checkpoint.py's saver threads talk over
 NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
 
 
@@ -421,13 +422,14 @@ class Control:
         except BaseException as e:
             self.failure = self.record_error(e)
             raise
+        until = self.task[1]  # `busy` may have moved it
         self.task = (f"after {name}", None)  # now only the others can be late
         self.store.set(f"{key}/{self.rank}", f"{time.monotonic() - start:.3f}")
         self.store.add(key, 1)
         while self.store.add(key, 0) < self.world:
             if self._known():
                 self.raise_failure()
-            late = time.monotonic() - start - timeout
+            late = time.monotonic() - until
             if late > 2 * POLL:
                 self._check_absent(key, name, late)
             self._check_stop(key)
@@ -465,6 +467,12 @@ class Control:
         if self.failure:
             self.raise_failure()
         self.task = (what, time.monotonic() + seconds)
+
+    def busy(self, seconds: float):
+        """What the main thread does may take long, and goes on: its deadline is at least `seconds` away from now."""
+        what, until = self.task
+        if until is not None:
+            self.task = (what, max(until, time.monotonic() + seconds))
 
     def close(self):
         """Say goodbye and wait until all ranks have: the store's host leaves last."""
@@ -588,10 +596,15 @@ class Agreement(Control, Exchange):
         """The collectives' own timeout: later than the watchdog's, which knows whom to blame. NCCL aborts a victim."""
         return timedelta(seconds=seconds + 3 * self.lost)
 
-    def first_step_done(self):
-        """Compilation and first connections are over: from here a collective may take step_timeout only."""
+    def limit_collectives(self, seconds: float):
+        """What a collective may take, on all groups but the saver's, whose ranks wait for each other's disks."""
         from torch.distributed import distributed_c10d as c10d
 
-        self.barrier()
         for group in list(c10d._world.pg_map):
-            c10d._set_pg_timeout(self._backstop(self.settings.step_timeout), group)
+            if group.group_desc != SAVER:
+                c10d._set_pg_timeout(self._backstop(seconds), group)
+
+    def first_step_done(self):
+        """Compilation and first connections are over: from here a collective may take step_timeout only."""
+        self.barrier()
+        self.limit_collectives(self.settings.step_timeout)

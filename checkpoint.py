@@ -47,7 +47,6 @@ from sealed import (
     CheckpointError,
     Writer,
     check_shared_folder,
-    check_space,
     compare,
     describe,
     export,
@@ -69,10 +68,11 @@ from settings import Settings, SettingsError, changes
 from uploads import ROTATED, Uploads, by_serial, published
 
 __all__ = [  # what other files use, this file's and sealed.py's
-    "CheckpointError", "Checkpoints", "check_shared_folder", "check_space", "export", "read_export", "read_model",
+    "CheckpointError", "Checkpoints", "check_shared_folder", "export", "read_export", "read_model",
     "read_state", "refuse_changes", "verify",
 ]  # fmt: skip
 KINDS = (*ROTATED, "final")
+PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -91,7 +91,7 @@ def gather_json(value, group) -> list:
 def patiently(function, agree):
     """Rank 0 runs `function` in a thread, the others hear every few seconds that it still does; its value, everywhere.
 
-    A download may take longer than any collective is allowed to."""
+    A download may take longer than any collective or stage is allowed to."""
     box = {}
 
     def work():
@@ -105,6 +105,7 @@ def patiently(function, agree):
         thread.start()
         thread.join(1.0)
     while agree.broadcast(thread.is_alive()):
+        agree.busy(PATIENCE)
         if agree.rank == 0:
             thread.join(5.0)
     agree.verdict(box.get("error"), "checkpoint")
@@ -166,7 +167,8 @@ class Checkpoints:
         agree.verdict(problem, "checkpoints")
         self.run_id = agree.broadcast(self.run_id if agree.rank == 0 else "")
         # A rank that writes to a slow disk keeps the others waiting here, in threads that hold up nothing.
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+        patience = datetime.timedelta(hours=2)
+        self.group = dist.new_group(backend="gloo", timeout=patience, group_desc="saver")
         if publisher is not None and agree.rank == 0:
             self.uploads = Uploads(self.folder, self.run_id, publisher, keep, log)
 

@@ -157,6 +157,9 @@ def start_up(run: Run, launched: float) -> Run:
         selftest.check_links(agree, s, log)
     with agree.stage("collectives"):
         mesh = make_mesh(s, agree.world, run.device)
+        agree.limit_collectives(
+            s.init_timeout
+        )  # a mesh's groups come with torch's own limit, 10 minutes of NCCL
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
         selftest.check_collectives(agree, run.device, groups, log)
     with agree.stage("settings"):

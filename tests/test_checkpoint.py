@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_tools import Ranks, all_bits, digest_of, open_folder, reference, state_for
 from conftest import ROOT, tiny_settings
-from workers import run
+from workers import Rank, run
 
 import checkpoint
 import settings
@@ -648,10 +648,11 @@ def test_nodes_without_a_shared_file_system_are_noticed(tmp_path):
     )
 
 
-def test_too_little_space_is_an_error_with_numbers(tmp_path):
-    checkpoint.check_space(str(tmp_path), 1000)
-    with pytest.raises(CheckpointError, match="GB free"):
-        checkpoint.check_space(str(tmp_path), 1e18)
+def test_a_long_transfer_says_that_it_goes_on():
+    agree, said = Rank(), []
+    agree.busy = said.append
+    assert checkpoint.patiently(lambda: time.sleep(1.2) or "path", agree) == "path"
+    assert said == [checkpoint.PATIENCE]
 
 
 # --- weights -------------------------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_tools import Ranks
 from conftest import tiny_settings
 from workers import ROOT, Rank, run
 
 import agreement
+import checkpoint
 import model
 import muon
 import selftest
@@ -513,6 +515,53 @@ def test_the_first_failure_is_the_failure():
     with pytest.raises(startup.RankFailed, match="out of memory") as e:
         ranks[0].raise_failure()
     assert e.value.exit_code == 70 and e.value.rank == 1
+
+
+def bare_control():
+    """One rank's control plane without sockets and threads, and what it would have ended with."""
+    control, ends = object.__new__(agreement.Control), []
+    control.rank, control.world, control.store, control.failure = 0, 1, dist.HashStore(), None
+    control.leave, control.lost, control.log, control.device = ends.append, 0.1, print, None
+    control.signals, control.count = SimpleNamespace(name=None), 0
+    return control, ends
+
+
+def test_a_deadline_moves_with_a_transfer_that_goes_on(capfd):
+    """A download of a large checkpoint, or the last upload, outlasts its stage; one that stands still does not."""
+    control, ends = bare_control()
+    with control.stage("download", timeout=0.05):
+        control.busy(60)
+        time.sleep(0.1)
+        control._check_deadline(control.store, time.monotonic())
+    assert not ends, "the deadline was moved"
+    control.tick("export", 0.05)
+    control.busy(0.01)
+    time.sleep(0.1)
+    control._check_deadline(control.store, time.monotonic())
+    assert ends[0]["stage"] == "export" and "deadline passed" in ends[0]["why"], (
+        "it moved no further than asked"
+    )
+
+
+def limits(rank, world, folder):
+    saver = checkpoint.Checkpoints(folder, None, Ranks(rank, world)).group
+    made = dist.new_group(backend="gloo")
+    agree = object.__new__(startup.Agreement)
+    agree.lost = 10.0
+
+    def seconds(group):
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    before = seconds(dist.group.WORLD)
+    agree.limit_collectives(50)
+    after = seconds(dist.group.WORLD), seconds(made), seconds(saver)
+    agree.limit_collectives(before - 30)
+    return after
+
+
+def test_collectives_get_the_steps_limit_and_the_saver_keeps_its_own(tmp_path):
+    """A rank that writes to a slow disk for ten minutes must not fail the save."""
+    assert run(limits, world=1, folder=str(tmp_path)) == [(80.0, 80.0, 7200.0)]
 
 
 def somewhere(text: str, folder: str = "torch/distributed"):
