@@ -295,7 +295,7 @@ class Nova(nn.Module):
             self.lm_head = nn.Linear(s.d_model, s.padded_vocab_size, bias=False)
         self.tables = None  # RoPE tables and 1 - lambda_0: see constants
         self.ids_checked = False
-        self.fp8 = False  # set by convert_fp8
+        self.fp8 = self.compiled = False  # set by convert_fp8 and compile_blocks
 
     def forward(self, ids, targets=None):
         """ids (B, T) int64 -> logits (B, T, padded vocab) fp32, padded ids -inf; with targets (B, T), the *next* tokens,

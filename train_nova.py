@@ -65,7 +65,7 @@ class Run:
     log: Callable[[str], None]
     device: torch.device
     asked: dict = None  # the settings as given: what a resume compares
-    chosen: dict = None  # what "auto" settings became: stored, never chosen again
+    chosen: dict = None  # what use_fp8 and use_compile became: stored, never chosen again
     stream: data.Stream = None
     model: torch.nn.Module = None
     optimizers: list = None  # [muon, adamw]
@@ -167,7 +167,8 @@ def start_up(run: Run, launched: float) -> Run:
         run.asked = s.as_dict()
     with agree.stage("checkpoints"):
         saved, path = open_checkpoints(run)
-        run.chosen = keep_choices(run, saved)
+        if saved:
+            keep_choices(s, saved["chosen"])
     with agree.stage("data"):
         run.stream = data.open_stream(s, agree, log, saved and saved["data"])
         s.vocab_size = run.stream.vocab_size
@@ -195,8 +196,9 @@ def start_up(run: Run, launched: float) -> Run:
     with agree.stage("optimizers"):
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
     with agree.stage("compile", s.init_timeout):
-        if s.use_compile:
+        if run.model.compiled:
             compile_shapes(run)
+        run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
     with agree.stage("resume"):
         resume(run, saved, path)
         assumed = (planned.assumed if planned else {}) | drilled(s.out_dir)
@@ -244,13 +246,12 @@ def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
     return saved, path
 
 
-def keep_choices(run: Run, saved: dict | None) -> dict:
-    """What use_fp8="auto" and use_compile="auto" mean: chosen once, then the checkpoint's."""
-    s = run.settings
-    chosen = saved["chosen"] if saved else model.choose(s, run.device)
-    s.use_fp8 = ("on" if chosen["fp8"] else "off") if s.use_fp8 == "auto" else s.use_fp8
-    s.use_compile = chosen["compile"] if s.use_compile == "auto" else s.use_compile
-    return chosen
+def keep_choices(s: Settings, chosen: dict):
+    """In a run that goes on, "auto" means what it became in the first launch: it never chooses again."""
+    if s.use_fp8 == "auto":
+        s.use_fp8 = "on" if chosen["fp8"] else "off"
+    if s.use_compile == "auto":
+        s.use_compile = chosen["compile"]
 
 
 def plan_of(run: Run) -> plan.Plan | None:
@@ -499,9 +500,7 @@ def print_sample(run: Run):
     prompt = tokenizer.encode(s.sample_prompt) or [tokenizer.eot or 0]
     began = time.monotonic()
     run.model.eval()
-    ids = sample.generate(
-        run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=bool(run.chosen["compile"])
-    )
+    ids = sample.generate(run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=run.model.compiled)
     back_to_training(run)
     run.budget.paused("sample", time.monotonic() - began)
     run.metrics.sample(run.step, s.sample_prompt + tokenizer.decode(ids))

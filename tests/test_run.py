@@ -228,6 +228,14 @@ def test_seed_8x_config_names_everything_this_machine_lacks(world):
     assert not os.path.exists(folder / "out")
 
 
+def test_use_compile_auto_with_a_broken_compiler_trains_in_eager_mode_and_says_so(world):
+    folder, environ = world
+    short = ("--use_compile=auto", "--total_steps=3", "--warmup_steps=1")
+    output = train((folder, environ | {"CXX": "/bin/false"}), "broken-compiler", *short)
+    assert "torch.compile FAILED" in output
+    assert json.loads((folder / "broken-compiler" / "report.json").read_text())["compile"] is False
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200_8x", "h200_8x_10b", "h200_4x", "h200_multinode", "quickstart"])
 def test_each_config_file_runs_when_shrunk(world, name):
