@@ -270,6 +270,11 @@ class Checkpoints:
                 found[name] = manifest
         return found
 
+    def held(self) -> int:
+        """Bytes of this run's checkpoints here. Rotation puts new ones in their place."""
+        mine = (m for m in self._manifests().values() if m["run_id"] == self.run_id)
+        return sum(entry["size"] for m in mine for entry in m["files"].values())
+
     # --- save ---
 
     def save(self, step: int, kind: str, shared: dict, own: dict, state: dict, wait: bool = False):

@@ -183,12 +183,11 @@ def start_up(run: Run, launched: float) -> Run:
         planned = plan_of(run)
         for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
             log(line)
+        # latest, best, milestone; final and one in flight; what a run that goes on has there already counts
         room = (
             planned.files["checkpoint"] * (3 * s.ckpt_keep + 2) + planned.files["weights"] if planned else 0
         )
-        selftest.check_storage(
-            agree, s.out_dir, int(room), log
-        )  # latest, best, milestone; final and one in flight
+        selftest.check_storage(agree, s.out_dir, max(0, int(room) - run.checkpoints.held()), log)
     with agree.stage("model"):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):

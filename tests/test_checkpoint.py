@@ -514,6 +514,18 @@ def test_foreign_names_are_neither_loaded_nor_deleted(tmp_path, name):
 # --- whose folder, which kind --------------------------------------------------------------------------------------
 
 
+def test_held_bytes_are_those_of_this_run_alone(tmp_path):
+    """A run that goes on needs no second room for what it has already written."""
+    saved_once(tmp_path, steps=(1, 2))
+    again, _ = open_folder(tmp_path)
+    files = [p for p in tmp_path.glob("step-*/**/*") if p.is_file() and p.name != "manifest.json"]
+    assert again.held() == sum(p.stat().st_size for p in files) > 0
+    again.close()
+    other, _ = open_folder(tmp_path, resume="never")
+    assert other.held() == 0
+    other.close()
+
+
 def test_rotation_keeps_the_newest_of_each_kind(tmp_path):
     c, _ = open_folder(tmp_path, keep=2)
     for step in range(1, 5):
