@@ -22,6 +22,7 @@ import model
 import muon
 import selftest
 import startup
+import watch
 
 
 def exchange(rank, world):
@@ -392,6 +393,38 @@ def test_a_broken_first_step_stops_all_ranks(broken, words):
     results = run(first_step, world=2, broken=broken)
     assert all(kind in ("StartupError", "RankFailed") for (kind, _, _), _ in results), results
     assert any(words in text for (_, text, _), _ in results), results
+
+
+def resumed_before_a_bad_step(rank, world, folder):
+    """Two steps of a resumed run, the first of them with a loss that is not finite; is the proof pending after each?"""
+    settings = tiny_settings(out_dir=folder, muon_lr=1e-4, lr=1e-4)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    agree = exchange(rank, world)
+    agree.first_step_done = lambda: None
+    job = SimpleNamespace(
+        settings=settings, agree=agree, model=net, optimizers=optimizers, log=lambda text: None, step=5, bad_in_a_row=0
+    )  # fmt: skip
+    watcher, pending = watch.Watcher(job), []
+    ids = torch.randint(0, 257, (8, settings.max_len + 1), generator=torch.Generator().manual_seed(1))
+    for loss in (math.nan, 5.0):
+        total, _ = net(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        (total / (8 * settings.max_len)).backward()
+        norm = float(muon.clip_grads(net, 1.0))
+        watcher.before_update(loss, {}, norm, (1e-4, 1e-4, 0.95))
+        for optimizer in optimizers:
+            if math.isfinite(loss):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        watcher.after_update(loss, norm, (1e-4, 1e-4, 0.95))
+        pending.append(watcher.proof is not None)
+    return pending
+
+
+def test_a_skipped_first_step_leaves_the_proof_to_the_next(tmp_path):
+    """Else a run that was saved in front of a bad step could never be resumed."""
+    assert run(resumed_before_a_bad_step, world=1, folder=str(tmp_path)) == [[True, False]]
 
 
 def test_a_detached_head_of_its_own_is_caught():
