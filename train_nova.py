@@ -101,6 +101,7 @@ def train(settings: Settings) -> dict:
         save(run, "latest", wait=True)
         left = run.budget.left(time.monotonic()) if stop == "job_hours" else None  # reserved for the upload
         run.checkpoints.close(timeout=max(settings.hub_patience, left or 0))
+        run.metrics.close()
         raise startup.Stopped(
             stop, f"stopped by {stop} after step {run.step}, saved: the same command goes on"
         )
@@ -596,6 +597,7 @@ def finish(run: Run) -> dict:
             shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
     run.checkpoints.publish(folder, "")
     left = run.checkpoints.close(timeout=UPLOAD_SECONDS)
+    run.metrics.close()
     return {
         "step": run.step,
         "saved": run.step,
