@@ -433,24 +433,6 @@ def init_weights(model, settings):
             local[low - start : high - start] = rows[low - first : high - first]
 
 
-@torch.no_grad()
-def fingerprint(model) -> dict[str, str]:
-    """A 64-bit hash of the bits of this rank's part of each parameter; it changes when two values change places."""
-    names, sums = [], []
-    for name, p in model.named_parameters():
-        flat = local_rows(p)[0].detach().contiguous().flatten()
-        bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for start in range(0, bits.numel(), 2**24):  # int64 arithmetic wraps, like C's
-            part = bits[start : start + 2**24].to(torch.int64)
-            place = torch.arange(start, start + part.numel(), device=flat.device)
-            mixed = (part ^ (place * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
-            total += ((mixed ^ (mixed >> 29)) * 0x14D049BB133111EB).sum()
-        names.append(name)
-        sums.append(total)
-    return {n: f"{v & (2**64 - 1):016x}" for n, v in zip(names, torch.stack(sums).tolist(), strict=True)}
-
-
 # --- building ------------------------------------------------------------------------------------------------
 
 

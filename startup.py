@@ -148,6 +148,29 @@ def set_arithmetic(settings, device, local_world: int, environ=os.environ):
     torch.use_deterministic_algorithms(settings.deterministic)
 
 
+def make_mesh(settings, world: int, device):
+    """1-D over all ranks, or 2-D (replicate, shard) when shard_size ranks share one copy of the weights (HSDP)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = settings.shard_size or world
+    if world % size:
+        raise settings.error("shard_size", f"must divide the {world} ranks")
+    if size == world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def logger(rank: int):
+    """print with time and rank, on rank 0 only."""
+
+    def log(text: str):
+        if rank == 0:
+            stamp = time.strftime("%H:%M:%S")
+            print("\n".join(f"{stamp} | R{rank} | {line}" for line in str(text).split("\n")), flush=True)
+
+    return log
+
+
 # --- end -------------------------------------------------------------------------------------------------------
 
 

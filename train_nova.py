@@ -23,7 +23,6 @@ if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -35,11 +34,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
 import data
+import drill
 import metrics
 import model
 import muon
@@ -49,7 +48,6 @@ import schedule
 import selftest
 import watch
 
-DRILL_STEPS = 4
 # A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
 UPLOAD_SECONDS = 4 * 3600
 # The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one.
@@ -86,14 +84,14 @@ def train(settings: Settings) -> dict:
     check_needs(settings)
     if settings.drill:
         settings.out_dir, settings.resume = os.path.join(settings.out_dir, "drill"), "never"
-    log = logger(int(os.environ.get("RANK", 0)))
+    log = startup.logger(int(os.environ.get("RANK", 0)))
     agree = startup.init(settings, log=log)
     run = start_up(Run(settings, agree, log, agree.device), launched)
     if complete(run):
         return {"step": run.step, "saved": run.step}
     try:
         if settings.drill:
-            return drill(run)
+            return drill.drill(run, loop, evaluate, save, resume, export)
         stop = loop(run, settings.stop_at)
     except (torch.OutOfMemoryError, MemoryError) as e:
         raise OutOfMemory(run, e) from e
@@ -152,12 +150,11 @@ def start_up(run: Run, launched: float) -> Run:
     s, agree, log = run.settings, run.agree, run.log
     with agree.stage("environment"):
         selftest.check_versions(agree, s, log)
-        selftest.check_equal(agree, "the code", code_digest())
     with agree.stage("device"):
         selftest.check_device(agree, log)
         selftest.check_links(agree, s, log)
     with agree.stage("collectives"):
-        mesh = make_mesh(s, agree.world, run.device)
+        mesh = startup.make_mesh(s, agree.world, run.device)
         agree.limit_collectives(
             s.init_timeout
         )  # a mesh's groups come with torch's own limit, 10 minutes of NCCL
@@ -192,7 +189,7 @@ def start_up(run: Run, launched: float) -> Run:
     with agree.stage("model"):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
-        check_weights(run, mesh)
+        selftest.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
     with agree.stage("optimizers"):
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
     with agree.stage("compile", s.init_timeout):
@@ -201,7 +198,7 @@ def start_up(run: Run, launched: float) -> Run:
         run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
     with agree.stage("resume"):
         resume(run, saved, path)
-        assumed = (planned.assumed if planned else {}) | drilled(s.out_dir)
+        assumed = (planned.assumed if planned else {}) | drill.drilled(s.out_dir)
         run.budget = schedule.Budget(s, launched, run.metrics.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
@@ -261,34 +258,6 @@ def plan_of(run: Run) -> plan.Plan | None:
     return plan.plan(run.settings, run.agree.world, known[0]) if known else None
 
 
-def make_mesh(settings: Settings, world: int, device):
-    """1-D over all ranks, or 2-D (replicate, shard) when shard_size ranks share one copy of the weights (HSDP)."""
-    size = settings.shard_size or world
-    if world % size:
-        raise settings.error("shard_size", f"must divide the {world} ranks")
-    if size == world:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def check_weights(run: Run, mesh):
-    """Weights are finite, and the replicas of an HSDP run hold the same bits."""
-    prints = model.fingerprint(run.model)
-    shard = mesh.get_local_rank("shard")
-    everyone = run.agree.gather([shard, prints])
-    for rank, (other_shard, other) in enumerate(everyone):
-        odd = [name for name in prints if other[name] != prints[name]] if other_shard == shard else []
-        if odd:
-            raise startup.StartupError(
-                f"ranks {run.agree.rank} and {rank} are replicas but differ in {odd[:3]}", rank
-            )
-    bad = [name for name, p in run.model.named_parameters() if not p.to_local().isfinite().all()]
-    problem = startup.StartupError(f"weights that are not finite: {bad[:3]}") if bad else None
-    run.agree.verdict(problem, "model check")
-    whole = hashlib.sha256(str(everyone).encode()).hexdigest()
-    run.log(f"weights: {len(prints)} tensors, finite; fingerprint of all ranks' bits {whole[:16]}")
-
-
 def compile_shapes(run: Run):
     """One forward and backward for each context of the schedule, and the forwards of evaluation and samples: everything
     is compiled before the short timeouts begin. No parameter changes."""
@@ -326,7 +295,7 @@ def resume(run: Run, saved: dict | None, path: str | None):
         run.metrics.load_state(saved["metrics"])
     how = "bit-exact" if own_loaded and saved["world"] == run.agree.world else "to rounding"
     run.log(f"[resume] step {run.step} of {path}, saved by {saved['world']} ranks: goes on {how}")
-    if saved["code"] != code_digest():
+    if saved["code"] != selftest.code_digest():
         run.log("[resume] the code changed since this checkpoint was saved")
 
 
@@ -547,7 +516,7 @@ def save(run: Run, kind: str, wait: bool = False):
         "metrics": run.metrics.state(),
         "settings": run.asked,
         "chosen": run.chosen,
-        "code": code_digest(),
+        "code": selftest.code_digest(),
         "config": export_config(run),
     }
     run.checkpoints.save(run.step, kind, *tensors(run), state, wait)
@@ -574,10 +543,7 @@ def finish(run: Run) -> dict:
     evaluate(run, s.final_eval_rows, final=True)
     print_sample(run)
     save(run, "final", wait=True)
-    agree.tick("export", s.init_timeout)
-    folder = os.path.join(s.out_dir, "export")
-    parameters = {name: p.detach() for name, p in run.model.named_parameters()}
-    checkpoint.export(folder, parameters, export_config(run), agree)
+    folder = export(run)
     report = run.metrics.report(
         status="done", model="Nova", attention=s.attention, parameters=model.count_params(s)["total"],
         bigram_baseline=run.baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
@@ -607,67 +573,13 @@ def finish(run: Run) -> dict:
     }
 
 
-def drill(run: Run) -> dict:
-    """The whole cycle once, on the machine and with the settings of the real run: steps, evaluation, save, load in place,
-    the same next losses, export, a small upload. Prints what each took. Works in a folder of its own."""
-    s, agree, seconds = run.settings, run.agree, {}
-    clock = time.monotonic()
-
-    def took(part: str):
-        nonlocal clock
-        seconds[part], clock = time.monotonic() - clock, time.monotonic()
-
-    seconds["start-up"] = run.metrics.used()
-    loop(run, DRILL_STEPS)
-    took(f"{DRILL_STEPS} steps")
-    evaluate(run, s.eval_rows)
-    took("evaluation")
-    save(run, "latest", wait=True)
-    took("save")
-    curves = []
-    for attempt in range(2):
-        if attempt:
-            path = os.path.join(run.checkpoints.folder, run.checkpoints.parent.split("/")[-1])
-            saved = checkpoint.read_state(path)
-            run.stream.load_state(saved["data"])
-            resume(run, saved, path)
-            took("load in place")
-        before = len(run.metrics.losses)
-        loop(run, DRILL_STEPS + 2)
-        curves.append(list(run.metrics.losses)[before:] if not attempt else list(run.metrics.losses)[-2:])
-        took("2 steps after it" if attempt else "2 steps")
-    exact = run.device.type == "cpu" or s.deterministic
-    same = curves[0] == curves[1] if exact else all(abs(a - b) < 1e-2 for a, b in zip(*curves, strict=True))
-    if not same:
-        raise startup.StartupError(
-            f"drill: losses after the reload {curves[1]} are not those before it {curves[0]}"
-        )
+def export(run: Run) -> str:
+    """Write the weights as they are now; the folder."""
+    run.agree.tick("export", run.settings.init_timeout)
+    folder = os.path.join(run.settings.out_dir, "export")
     parameters = {name: p.detach() for name, p in run.model.named_parameters()}
-    checkpoint.export(os.path.join(s.out_dir, "export"), parameters, export_config(run), agree)
-    took("export")
-    left = run.checkpoints.close(timeout=s.hub_patience)
-    took("upload" if run.checkpoints.publisher else "close")
-    for part, value in seconds.items():
-        run.log(f"drill: {part:24} {value:8.2f} s")
-    how = "to the bit" if exact else "to rounding"
-    run.log(f"drill passed: the two losses after a reload are those before it, {how}: {curves[0]}")
-    if left:
-        raise startup.StartupError(f"drill: not uploaded: {left}")
-    return {"step": run.step, "drill": {k: round(v, 3) for k, v in seconds.items()}}
-
-
-def drilled(out_dir: str) -> dict:
-    """What --drill measured on this machine, in seconds, for the budget: better than the plan's assumptions."""
-    try:
-        with open(os.path.join(out_dir, "drill", "status.json"), encoding="utf-8") as f:
-            seconds = json.load(f)["drill"]
-    except (OSError, ValueError, KeyError):
-        return {}
-    return {
-        kind: seconds[part]
-        for kind, part in (("whole save", "save"), ("evaluation", "evaluation"))
-        if part in seconds
-    }
+    checkpoint.export(folder, parameters, export_config(run), run.agree)
+    return folder
 
 
 def export_config(run: Run) -> dict:
@@ -679,26 +591,6 @@ def export_config(run: Run) -> dict:
 def hours_left(run: Run) -> float | None:
     left = run.budget.left(time.monotonic())
     return None if left is None else left / 3600
-
-
-def code_digest() -> str:
-    """sha256 of the code beside this file: the same on all ranks, and kept in each checkpoint."""
-    digest, folder = hashlib.sha256(), os.path.dirname(os.path.abspath(__file__))
-    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
-        with open(os.path.join(folder, name), "rb") as f:
-            digest.update(name.encode() + f.read())
-    return digest.hexdigest()
-
-
-def logger(rank: int):
-    """print with time and rank, on rank 0 only."""
-
-    def log(text: str):
-        if rank == 0:
-            stamp = time.strftime("%H:%M:%S")
-            print("\n".join(f"{stamp} | R{rank} | {line}" for line in str(text).split("\n")), flush=True)
-
-    return log
 
 
 if __name__ == "__main__":

@@ -19,14 +19,10 @@ import torch
 
 import selftest
 from metrics import write_json
+from sharded import local
 
 LAG = 1.15  # a rank this much slower than the median is named
 SAMPLE = 4096  # elements of each local shard that are compared
-
-
-def local(tensor):
-    """This rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def kind_of(name: str) -> str:
@@ -46,7 +42,7 @@ class Movement:
     @staticmethod
     def sample(p) -> torch.Tensor:
         """Up to SAMPLE elements, evenly spread over this rank's rows."""
-        flat = local(p.detach()).flatten()
+        flat = local(p).flatten()
         return flat[:: max(1, flat.numel() // SAMPLE)]
 
     @torch.no_grad()

@@ -118,11 +118,13 @@ def equal_versions(rank, world, odd, what):
             return f
 
         selftest.open = longer
+    selftest.code.cache_clear()
     try:
         return outcome(lambda: selftest.check_versions(exchange(rank, world), tiny_settings(), print))
     finally:
         selftest.importlib.metadata.version = original
         selftest.__dict__.pop("open", None)
+        selftest.code.cache_clear()
 
 
 class Bytes:
@@ -150,7 +152,28 @@ def equal_weights(rank, world, odd):
     layer = torch.nn.Linear(40, 30)
     if rank == odd:
         layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit of one weight
-    return outcome(lambda: selftest.check_equal(exchange(rank, world), "weights", model.fingerprint(layer)))
+    return outcome(
+        lambda: selftest.check_equal(
+            exchange(rank, world), "weights", selftest.fingerprint(layer.named_parameters())
+        )
+    )
+
+
+def test_fingerprints_see_one_bit_and_an_exchange():
+    layer = torch.nn.Linear(40, 30)
+    prints = {"": selftest.fingerprint(layer.named_parameters())}
+    weight, bias = layer.weight.data, layer.bias.data
+    for what, change in (
+        ("exchange", lambda: weight[3, 5:7].copy_(weight[3, 5:7].flip(0))),
+        ("back", lambda: weight[3, 5:7].copy_(weight[3, 5:7].flip(0))),
+        ("bit", lambda: bias.view(torch.int32).__setitem__(0, bias.view(torch.int32)[0] ^ 1)),
+    ):
+        change()
+        prints[what] = selftest.fingerprint(layer.named_parameters())
+    first = prints[""]
+    assert first["weight"] != first["bias"] and prints["back"] == first
+    assert [n for n in first if first[n] != prints["exchange"][n]] == ["weight"]
+    assert [n for n in first if first[n] != prints["bit"][n]] == ["bias"]
 
 
 def test_one_bit_of_one_weight_differs():
