@@ -433,11 +433,13 @@ class Checkpoints:
             self.log(f"old checkpoints could not be deleted: {e}")
 
     def poll(self) -> list[dict]:
-        """Receipts of saves that are finished on all ranks: [{step, kind, name, bytes, seconds, pause}]. Never waits;
-        only while a save is in flight do the ranks exchange a word."""
+        """Receipts of saves that are finished on all ranks: [{step, kind, name, bytes, seconds, pause}], on rank 0 with the
+        `upload_seconds` of the latest upload. Never waits; only while a save is in flight do the ranks exchange a word."""
         if self.flight is not None and all(self.agree.gather(self.flight[0].done)):
             self.wait_local()
         receipts, self.receipts = self.receipts, []
+        if self.uploads is not None and self.uploads.seconds is not None:
+            receipts = [r | {"upload_seconds": self.uploads.seconds} for r in receipts]
         return receipts
 
     def wait_local(self):

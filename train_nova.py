@@ -30,6 +30,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -88,13 +89,11 @@ def train(settings: Settings) -> dict:
     agree = startup.init(settings, log=log)
     run = start_up(Run(settings, agree, log, agree.device), launched)
     if complete(run):
-        return {"step": run.step, "saved": run.step}
-    try:
+        return published(run)
+    with explained_memory(run):
         if settings.drill:
             return drill.drill(run, loop, evaluate, save, resume, export)
         stop = loop(run, settings.stop_at)
-    except (torch.OutOfMemoryError, MemoryError) as e:
-        raise OutOfMemory(run, e) from e
     if stop:
         save(run, "latest", wait=True)
         left = run.budget.left(time.monotonic()) if stop == "job_hours" else None  # reserved for the upload
@@ -120,6 +119,15 @@ class OutOfMemory(RuntimeError):
             f"lower micro_batch={s.micro_batch}, or set activation_checkpointing=selective (now "
             f"{s.activation_checkpointing}), or reduce_every_micro_step=true (now {s.reduce_every_micro_step})"
         )
+
+
+@contextmanager
+def explained_memory(run: Run):
+    """Out of memory in here says which setting to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as e:
+        raise OutOfMemory(run, e) from e
 
 
 class Diverged(RuntimeError):
@@ -186,13 +194,13 @@ def start_up(run: Run, launched: float) -> Run:
             planned.files["checkpoint"] * (3 * s.ckpt_keep + 2) + planned.files["weights"] if planned else 0
         )
         selftest.check_storage(agree, s.out_dir, max(0, int(room) - run.checkpoints.held()), log)
-    with agree.stage("model"):
+    with agree.stage("model"), explained_memory(run):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
         selftest.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
-    with agree.stage("optimizers"):
+    with agree.stage("optimizers"), explained_memory(run):
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
-    with agree.stage("compile", s.init_timeout):
+    with agree.stage("compile", s.init_timeout), explained_memory(run):
         if run.model.compiled:
             compile_shapes(run)
         run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
@@ -268,9 +276,10 @@ def compile_shapes(run: Run):
         loss.backward()
     run.model.zero_grad(set_to_none=True)
     run.model.eval()
-    with torch.no_grad():
+    with torch.no_grad():  # whole rows, as val_batches and a padded sample have them
+        ids = ids.new_zeros(s.micro_batch, s.max_len)
         run.model(ids, ids)
-        run.model(ids.new_zeros(1, s.max_len))
+        run.model(ids[:1])
     back_to_training(run)
 
 
@@ -311,8 +320,16 @@ def complete(run: Run) -> bool:
             f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise total_steps "
             "(with --allow_change=total_steps); for another run choose another out_dir"
         )
-        run.checkpoints.close()
     return done
+
+
+def published(run: Run) -> dict:
+    """Wait for the uploads, of an earlier launch too. -> facts for status.json"""
+    folder = os.path.join(run.settings.out_dir, "export")
+    run.checkpoints.publish(folder, "")
+    left = run.checkpoints.close(timeout=UPLOAD_SECONDS)
+    run.metrics.close()
+    return {"step": run.step, "saved": run.step, "export": folder, "unpublished": left}
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------
@@ -548,6 +565,7 @@ def finish(run: Run) -> dict:
         status="done", model="Nova", attention=s.attention, parameters=model.count_params(s)["total"],
         bigram_baseline=run.baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
         optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.checkpoints.failures),
+        checkpoint_gb=run.receipts[-1]["bytes"] / 1e9 if run.receipts else None,
     )  # fmt: skip
     planned = plan_of(run)
     for line in planned.against(report) if planned else []:
@@ -561,16 +579,7 @@ def finish(run: Run) -> dict:
         shutil.copy(os.path.join(s.out_dir, "report.json"), folder)
         if run.stream.tokenizer.path:
             shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
-    run.checkpoints.publish(folder, "")
-    left = run.checkpoints.close(timeout=UPLOAD_SECONDS)
-    run.metrics.close()
-    return {
-        "step": run.step,
-        "saved": run.step,
-        "val_loss": report["val_loss"],
-        "export": folder,
-        "unpublished": left,
-    }
+    return published(run) | {"val_loss": report["val_loss"]}
 
 
 def export(run: Run) -> str:

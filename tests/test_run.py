@@ -12,9 +12,12 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, tiny_settings
+from workers import Rank
 
 import metrics
+import train_nova
 
 TINY = """
 import os
@@ -190,6 +193,15 @@ def test_stop_at_and_job_hours_stop_resumable_without_changing_the_curve(world, 
     assert status(world, "parts")["reason"] == "stop_at"
     train(world, "parts")
     assert losses(world, "parts") == losses(world, "whole")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
+def test_out_of_memory_in_any_stage_names_the_settings_and_is_not_retried(error):
+    run = train_nova.Run(tiny_settings(), Rank(), print, torch.device("cpu"))
+    with pytest.raises(train_nova.OutOfMemory, match="(?s)memory/GPU.*micro_batch=4.*selective") as e:
+        with train_nova.explained_memory(run):
+            raise error
+    assert e.value.exit_code == 70
 
 
 @pytest.mark.parametrize(
