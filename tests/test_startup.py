@@ -492,10 +492,26 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     assert environ["NCCL_DEBUG"] == "WARN" and environ["CUDA_LAUNCH_BLOCKING"] == "1"
     assert environ["NCCL_P2P_DISABLE"] == "1" and environ["NCCL_ALGO"] == "Ring"
     assert environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and environ["TOKENIZERS_PARALLELISM"] == "false"
+    startup.setup_environment(tiny_settings(device="cpu"), slurm := {"CUDA_VISIBLE_DEVICES": "0"})
+    assert slurm["CUDA_VISIBLE_DEVICES"] == "", "--device=cpu trained on the GPU that SLURM had given"
     startup.setup_environment(tiny_settings(), plain := {})
     assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM"}
     code = "import sys, startup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "wish, environ, threads",
+    [(None, {}, 6), (None, {"OMP_NUM_THREADS": "1"}, None), (None, {"OMP_NUM_THREADS": "3"}, None),
+     (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 6), (2, {"OMP_NUM_THREADS": "3"}, 2)],
+)  # fmt: skip
+def test_threads_are_the_users_or_a_share_of_the_cores(monkeypatch, wish, environ, threads):
+    """torchrun sets one thread where the user said nothing; one that the user set is one. None: left alone."""
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12), raising=False)
+    startup.set_arithmetic(tiny_settings(threads=wish), torch.device("cpu"), 2, environ)
+    assert told == ([threads] if threads else [])
 
 
 def test_start_is_refused_where_it_cannot_go_well(tmp_path):
