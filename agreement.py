@@ -502,6 +502,21 @@ class Control:
             pass  # the others are gone already; there is nothing left to agree on
 
 
+def gather_json(value, group=None) -> list:
+    """[value of rank 0, value of rank 1, …] on every rank of a CPU group."""
+    import torch
+    import torch.distributed as dist
+
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    world = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = int(max(sizes))
+    rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
+    return [json.loads(row[: int(n)].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+
+
 class Exchange:
     """Small JSON values between ranks, on a CPU group. Main thread only, same calls in the same order on all ranks."""
 
@@ -510,16 +525,7 @@ class Exchange:
 
     def gather(self, value) -> list:
         """[value of rank 0, value of rank 1, …] on every rank."""
-        import torch
-        import torch.distributed as dist
-
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
-        room = int(max(sizes))
-        parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(parts, torch.nn.functional.pad(data, (0, room - data.numel())), group=self.group)
-        return [json.loads(bytes(p[: int(n)].tolist())) for p, n in zip(parts, sizes, strict=True)]
+        return gather_json(value, self.group)
 
     def broadcast(self, value):
         """Rank 0's value on every rank."""
@@ -529,13 +535,9 @@ class Exchange:
         data = bytearray(json.dumps(value if self.rank == 0 else None).encode())
         size = torch.tensor([len(data)])
         dist.broadcast(size, src=0, group=self.group)
-        bits = (
-            torch.frombuffer(data, dtype=torch.uint8)
-            if self.rank == 0
-            else torch.zeros(int(size), dtype=torch.uint8)
-        )
-        dist.broadcast(bits, src=0, group=self.group)
-        return json.loads(bytes(bits.tolist()))
+        data = data if self.rank == 0 else bytearray(int(size))
+        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self.group)
+        return json.loads(data)
 
     def verdict(self, problem: Exception | None, what: str = ""):
         """If any rank has a problem all ranks raise: their own, or RankFailed with the first rank's."""

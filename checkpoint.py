@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from agreement import SAVER, gather_json
 from sealed import (
     DTYPES,
     FORMAT,
@@ -74,18 +75,6 @@ __all__ = [  # what other files use, this file's and sealed.py's
 KINDS = (*ROTATED, "final")
 PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def gather_json(value, group) -> list:
-    """[value of rank 0, value of rank 1, …] over a gloo group. The saver thread's own `agree.gather`."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    world = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    longest = int(max(sizes))
-    rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
-    return [json.loads(bytes(r[: int(n)].tolist())) for r, n in zip(rows, sizes, strict=True)]
 
 
 def patiently(function, agree):
@@ -168,7 +157,7 @@ class Checkpoints:
         self.run_id = agree.broadcast(self.run_id if agree.rank == 0 else "")
         # A rank that writes to a slow disk keeps the others waiting here, in threads that hold up nothing.
         patience = datetime.timedelta(hours=2)
-        self.group = dist.new_group(backend="gloo", timeout=patience, group_desc="saver")
+        self.group = dist.new_group(backend="gloo", timeout=patience, group_desc=SAVER)
         if publisher is not None and agree.rank == 0:
             self.uploads = Uploads(self.folder, self.run_id, publisher, keep, log)
 
