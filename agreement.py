@@ -28,21 +28,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 CODES = {
-    0: "done",
-    3: "stopped",
-    64: "settings",
-    65: "data",
-    70: "failed",
-    71: "system",
-    74: "io",
-    130: "interrupted",
-}
+    0: "done", 3: "stopped", 64: "settings", 65: "data", 70: "failed", 71: "system", 74: "io", 130: "interrupted",
+}  # fmt: skip
 POLL = 0.2  # seconds between looks of the watchdog
 GRACE = 2.0  # seconds for the main thread to leave by itself once a failure is known
-LOST = {
-    "cpu": 10.0,
-    "cuda": 30.0,
-}  # seconds without a heartbeat; a CUDA call may hold the interpreter for a while
+# Seconds without a heartbeat; a CUDA call may hold the interpreter for a while.
+LOST = {"cpu": 10.0, "cuda": 30.0}
 SAVER = "saver"  # description of the group that checkpoint.py's saver threads talk over
 NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
 
@@ -485,16 +476,11 @@ class Control:
             while time.monotonic() < until and not self.store.check([f"bye/{r}" for r in range(self.world)]):
                 time.sleep(0.02)
             self.closed.set()
-            for (
-                thread
-            ) in self.threads:  # one that is inside the store while Python ends would abort the process
+            for thread in self.threads:  # inside the store while Python ends, one would abort the process
                 thread.join(5)
             self.store.add("closed", 1)
-            while (
-                hasattr(self, "server")
-                and time.monotonic() < until
-                and self.store.add("closed", 0) < self.world
-            ):
+            hosts = hasattr(self, "server")
+            while hosts and time.monotonic() < until and self.store.add("closed", 0) < self.world:
                 time.sleep(0.02)
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -65,12 +65,11 @@ from sealed import (
     write_tensors,
     write_text,
 )
-from settings import Settings, SettingsError, changes
 from uploads import ROTATED, Uploads, by_serial, published
 
 __all__ = [  # what other files use, this file's and sealed.py's
     "CheckpointError", "Checkpoints", "check_shared_folder", "export", "read_export", "read_model",
-    "read_state", "refuse_changes", "verify",
+    "read_state", "verify",
 ]  # fmt: skip
 KINDS = (*ROTATED, "final")
 PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
@@ -99,24 +98,6 @@ def patiently(function, agree):
             thread.join(5.0)
     agree.verdict(box.get("error"), "checkpoint")
     return agree.broadcast(box.get("value", False))
-
-
-def refuse_changes(saved: dict, now: Settings) -> list[str]:
-    """A line for each setting that differs from the saved run's, or a SettingsError for those that may not."""
-    lines, refused = [], []
-    for name, before, after, kind in changes(saved, now):
-        line = f"{name}: {before!r} -> {after!r}"
-        if kind == "model":
-            refused.append(
-                f"{line} (the saved weights have another form: start another run in another out_dir)"
-            )
-        elif kind == "math" and name not in now.allow_change:
-            refused.append(f"{line} (changes the course of the run: --allow_change={name} accepts it)")
-        else:
-            lines.append(line)
-    if refused:
-        raise SettingsError("this run was started with other settings:\n  " + "\n  ".join(refused))
-    return lines
 
 
 # --- the run's checkpoints -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ Three rules hold the loop together:
 import sys
 
 import startup
-from settings import Settings, SettingsError, load_settings
+from settings import Settings, SettingsError, load_settings, refuse_changes
 
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
@@ -246,7 +246,7 @@ def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
         run.log(f"[resume] a fresh start in {s.out_dir}")
         return None, None
     saved = checkpoint.read_state(path)
-    for line in checkpoint.refuse_changes(saved["settings"], allowed):
+    for line in refuse_changes(saved["settings"], allowed):
         run.log(f"[resume] changed setting {line}")
     return saved, path
 

@@ -632,14 +632,14 @@ def test_resume_must_and_auto_without_a_checkpoint(tmp_path):
 def test_changed_settings_are_listed_or_refused():
     """Free ones are listed; those that change the course need allow_change; the weights' form can't change at all."""
     saved = tiny_settings().as_dict()
-    assert checkpoint.refuse_changes(saved, tiny_settings()) == []
-    assert checkpoint.refuse_changes(saved, tiny_settings(log_every=3)) == ["log_every: 10 -> 3"]
+    assert settings.refuse_changes(saved, tiny_settings()) == []
+    assert settings.refuse_changes(saved, tiny_settings(log_every=3)) == ["log_every: 10 -> 3"]
     with pytest.raises(settings.SettingsError, match=r"beta2: 0.95 -> 0.9 .*--allow_change=beta2"):
-        checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9))
-    lines = checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta2"]))
+        settings.refuse_changes(saved, tiny_settings(beta2=0.9))
+    lines = settings.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta2"]))
     assert "beta2: 0.95 -> 0.9" in lines
     with pytest.raises(settings.SettingsError, match="n_layers: 2 -> 3 .*another out_dir"):
-        checkpoint.refuse_changes(saved, tiny_settings(n_layers=3, allow_change=["n_layers"]))
+        settings.refuse_changes(saved, tiny_settings(n_layers=3, allow_change=["n_layers"]))
 
 
 def shared_folder_scenario(rank, world, folder, apart):
