@@ -28,21 +28,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 CODES = {
-    0: "done",
-    3: "stopped",
-    64: "settings",
-    65: "data",
-    70: "failed",
-    71: "system",
-    74: "io",
-    130: "interrupted",
-}
+    0: "done", 3: "stopped", 64: "settings", 65: "data", 70: "failed", 71: "system", 74: "io", 130: "interrupted",
+}  # fmt: skip
 POLL = 0.2  # seconds between looks of the watchdog
 GRACE = 2.0  # seconds for the main thread to leave by itself once a failure is known
-LOST = {
-    "cpu": 10.0,
-    "cuda": 30.0,
-}  # seconds without a heartbeat; a CUDA call may hold the interpreter for a while
+# Seconds without a heartbeat; a CUDA call may hold the interpreter for a while.
+LOST = {"cpu": 10.0, "cuda": 30.0}
+SAVER = "saver"  # description of the group that checkpoint.py's saver threads talk over
 NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
 
 
@@ -421,13 +413,14 @@ class Control:
         except BaseException as e:
             self.failure = self.record_error(e)
             raise
+        until = self.task[1]  # `busy` may have moved it
         self.task = (f"after {name}", None)  # now only the others can be late
         self.store.set(f"{key}/{self.rank}", f"{time.monotonic() - start:.3f}")
         self.store.add(key, 1)
         while self.store.add(key, 0) < self.world:
             if self._known():
                 self.raise_failure()
-            late = time.monotonic() - start - timeout
+            late = time.monotonic() - until
             if late > 2 * POLL:
                 self._check_absent(key, name, late)
             self._check_stop(key)
@@ -466,6 +459,12 @@ class Control:
             self.raise_failure()
         self.task = (what, time.monotonic() + seconds)
 
+    def busy(self, seconds: float):
+        """What the main thread does may take long, and goes on: its deadline is at least `seconds` away from now."""
+        what, until = self.task
+        if until is not None:
+            self.task = (what, max(until, time.monotonic() + seconds))
+
     def close(self):
         """Say goodbye and wait until all ranks have: the store's host leaves last."""
         import torch.distributed as dist
@@ -477,21 +476,31 @@ class Control:
             while time.monotonic() < until and not self.store.check([f"bye/{r}" for r in range(self.world)]):
                 time.sleep(0.02)
             self.closed.set()
-            for (
-                thread
-            ) in self.threads:  # one that is inside the store while Python ends would abort the process
+            for thread in self.threads:  # inside the store while Python ends, one would abort the process
                 thread.join(5)
             self.store.add("closed", 1)
-            while (
-                hasattr(self, "server")
-                and time.monotonic() < until
-                and self.store.add("closed", 0) < self.world
-            ):
+            hosts = hasattr(self, "server")
+            while hosts and time.monotonic() < until and self.store.add("closed", 0) < self.world:
                 time.sleep(0.02)
             if dist.is_initialized():
                 dist.destroy_process_group()
         except (dist.DistNetworkError, dist.DistStoreError):
             pass  # the others are gone already; there is nothing left to agree on
+
+
+def gather_json(value, group=None) -> list:
+    """[value of rank 0, value of rank 1, …] on every rank of a CPU group."""
+    import torch
+    import torch.distributed as dist
+
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    world = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = int(max(sizes))
+    rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
+    return [json.loads(row[: int(n)].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
 
 class Exchange:
@@ -502,16 +511,7 @@ class Exchange:
 
     def gather(self, value) -> list:
         """[value of rank 0, value of rank 1, …] on every rank."""
-        import torch
-        import torch.distributed as dist
-
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
-        room = int(max(sizes))
-        parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(parts, torch.nn.functional.pad(data, (0, room - data.numel())), group=self.group)
-        return [json.loads(bytes(p[: int(n)].tolist())) for p, n in zip(parts, sizes, strict=True)]
+        return gather_json(value, self.group)
 
     def broadcast(self, value):
         """Rank 0's value on every rank."""
@@ -521,13 +521,9 @@ class Exchange:
         data = bytearray(json.dumps(value if self.rank == 0 else None).encode())
         size = torch.tensor([len(data)])
         dist.broadcast(size, src=0, group=self.group)
-        bits = (
-            torch.frombuffer(data, dtype=torch.uint8)
-            if self.rank == 0
-            else torch.zeros(int(size), dtype=torch.uint8)
-        )
-        dist.broadcast(bits, src=0, group=self.group)
-        return json.loads(bytes(bits.tolist()))
+        data = data if self.rank == 0 else bytearray(int(size))
+        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self.group)
+        return json.loads(data)
 
     def verdict(self, problem: Exception | None, what: str = ""):
         """If any rank has a problem all ranks raise: their own, or RankFailed with the first rank's."""
@@ -543,6 +539,17 @@ class Exchange:
             text, code, rank = bad[0]
             more = f" (and {len(bad) - 1} more ranks)" if len(bad) > 1 else ""
             raise RankFailed(rank, f"{what or 'check'} failed on rank {rank}: {text}{more}", code)
+
+    def on_rank_0(self, call, what: str = ""):
+        """call()'s JSON-able value on every rank; an OSError (HubError is one) on rank 0 stops all ranks."""
+        value = problem = None
+        if self.rank == 0:
+            try:
+                value = call()
+            except OSError as e:
+                problem = e
+        self.verdict(problem, what)
+        return self.broadcast(value)
 
     def barrier(self):
         self.gather(None)
@@ -588,10 +595,15 @@ class Agreement(Control, Exchange):
         """The collectives' own timeout: later than the watchdog's, which knows whom to blame. NCCL aborts a victim."""
         return timedelta(seconds=seconds + 3 * self.lost)
 
-    def first_step_done(self):
-        """Compilation and first connections are over: from here a collective may take step_timeout only."""
+    def limit_collectives(self, seconds: float):
+        """What a collective may take, on all groups but the saver's, whose ranks wait for each other's disks."""
         from torch.distributed import distributed_c10d as c10d
 
-        self.barrier()
         for group in list(c10d._world.pg_map):
-            c10d._set_pg_timeout(self._backstop(self.settings.step_timeout), group)
+            if group.group_desc != SAVER:
+                c10d._set_pg_timeout(self._backstop(seconds), group)
+
+    def first_step_done(self):
+        """Compilation and first connections are over: from here a collective may take step_timeout only."""
+        self.barrier()
+        self.limit_collectives(self.settings.step_timeout)

@@ -197,10 +197,9 @@ def convert_fp8(model, settings, log=print):
 def compile_blocks(model, settings, log=print):
     """torch.compile the body of every block: one graph for all layers, a new one for each (B, T) and mode."""
     torch._dynamo.config.recompile_limit = 64  # contexts of the warm-up x (train, evaluate); the default is 8
-    failed = []
 
     def run(block, compiled, *inputs):
-        if not failed:
+        if model.compiled:
             try:
                 return compiled(*inputs)
             except torch._dynamo.exc.TorchDynamoException as e:  # nothing has run yet: compiling comes first
@@ -209,9 +208,10 @@ def compile_blocks(model, settings, log=print):
                     cure = 'set use_compile=False, or "auto" to go on without it'
                     raise bad(settings, "use_compile", f"torch.compile failed ({cure}): {text}") from e
                 log(f"use_compile=auto: torch.compile FAILED, the run goes on in eager mode, slower. {text}")
-                failed.append(text)
+                model.compiled = False
         return block.body(*inputs)
 
+    model.compiled = True
     for block in model.layers:
         compiled = torch.compile(block.body, fullgraph=True, dynamic=False)
         block.run = functools.partial(run, block, compiled)

@@ -298,7 +298,7 @@ class Nova(nn.Module):
             self.lm_head = nn.Linear(s.d_model, s.padded_vocab_size, bias=False)
         self.tables = None  # RoPE tables and 1 - lambda_0: see constants
         self.ids_checked = False
-        self.fp8 = False  # set by convert_fp8
+        self.fp8 = self.compiled = False  # set by convert_fp8 and compile_blocks
 
     def forward(self, ids, targets=None, caches=None):
         """ids (B, T) int64 -> logits (B, T, padded vocab) fp32, padded ids -inf; with targets (B, T), the *next* tokens,
@@ -439,24 +439,6 @@ def init_weights(model, settings):
             rows.normal_(0, value, generator=generator)
             low, high = max(first, start), min(first + rows.shape[0], start + local.shape[0])
             local[low - start : high - start] = rows[low - first : high - first]
-
-
-@torch.no_grad()
-def fingerprint(model) -> dict[str, str]:
-    """A 64-bit hash of the bits of this rank's part of each parameter; it changes when two values change places."""
-    names, sums = [], []
-    for name, p in model.named_parameters():
-        flat = local_rows(p)[0].detach().contiguous().flatten()
-        bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for start in range(0, bits.numel(), 2**24):  # int64 arithmetic wraps, like C's
-            part = bits[start : start + 2**24].to(torch.int64)
-            place = torch.arange(start, start + part.numel(), device=flat.device)
-            mixed = (part ^ (place * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
-            total += ((mixed ^ (mixed >> 29)) * 0x14D049BB133111EB).sum()
-        names.append(name)
-        sums.append(total)
-    return {n: f"{v & (2**64 - 1):016x}" for n, v in zip(names, torch.stack(sums).tolist(), strict=True)}
 
 
 # --- building ------------------------------------------------------------------------------------------------

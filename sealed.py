@@ -248,16 +248,6 @@ def check_shared_folder(folder: str, agree, patience: float = 10.0):
         os.unlink(marker)
 
 
-def check_space(folder: str, bytes_needed: float):
-    """Raise CheckpointError unless the file system of `folder` has that many bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < bytes_needed:
-        raise CheckpointError(
-            f"{folder} has {free / 1e9:.1f} GB free, its checkpoints need {bytes_needed / 1e9:.1f} GB: "
-            "free space, choose another out_dir, or lower ckpt_keep"
-        )
-
-
 def layout_of(shared: dict) -> str:
     """A digest of how tensors are spread over ranks: only the same layout can take `own` tensors back."""
     rows = [

@@ -11,6 +11,7 @@ The checks get an agreement object and values, and know nothing of the model, th
 checking every element: NVIDIA's nccl-tests.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from agreement import NOBODY, StartupError
+from sharded import local
 
 NEXT = "Next: nvidia-smi topo -m; dmesg -T | grep Xid; NOVA_NCCL_SAFE=1 avoids the peer-to-peer paths"
 BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Express steps end in [0.86, 1.14]
@@ -66,6 +68,21 @@ def shorten(value, room: int = 300) -> str:
     return text if len(text) <= room else text[:room] + "…"
 
 
+@functools.cache
+def code() -> dict[str, str]:
+    """{file: sha256} of the code of this folder, read once: what runs, whatever is edited meanwhile."""
+    folder, found = os.path.dirname(os.path.abspath(__file__)), {}
+    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
+        with open(os.path.join(folder, name), "rb") as f:
+            found[name] = hashlib.sha256(f.read()).hexdigest()
+    return found
+
+
+def code_digest() -> str:
+    """One sha256 of all of it, kept in each checkpoint."""
+    return hashlib.sha256(json.dumps(code()).encode()).hexdigest()
+
+
 def versions(device) -> dict:
     """What must be alike on all ranks: packages, GPU, driver, NCCL, and the code of this folder."""
     facts = {"python": platform.python_version(), "torch": torch.__version__, "device": device.type}
@@ -74,10 +91,7 @@ def versions(device) -> dict:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = None
-    folder = os.path.dirname(os.path.abspath(__file__))
-    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
-        with open(os.path.join(folder, name), "rb") as f:
-            facts[name] = hashlib.sha256(f.read()).hexdigest()[:12]
+    facts |= {name: digest[:12] for name, digest in code().items()}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         facts |= {"gpu": p.name, "sm": f"{p.major}.{p.minor}", "memory": f"{p.total_memory / 2**30:.0f} GiB"}
@@ -301,24 +315,45 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
     return wrong, speed
 
 
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fingerprint(named_parameters) -> dict[str, str]:
+    """{name: 64-bit hash of the bits of this rank's part}; it changes when two values change places, and when all move by
+    the same amount up or down, as in AdamW's first step, which a plain sum does not see."""
+    names, sums = [], []
+    for name, p in named_parameters:
+        flat = local(p).contiguous().flatten()
+        bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for start in range(0, bits.numel(), 2**24):  # int64 arithmetic wraps, like C's
+            part = bits[start : start + 2**24].to(torch.int64)
+            place = torch.arange(start, start + part.numel(), device=flat.device)
+            mixed = (part ^ (place * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
+            total += ((mixed ^ (mixed >> 29)) * 0x14D049BB133111EB).sum()
+        names.append(name)
+        sums.append(total)
+    return {n: f"{v & (2**64 - 1):016x}" for n, v in zip(names, torch.stack(sums).tolist(), strict=True)}
+
+
+def check_weights(agree, named_parameters, shard: int, log=print):
+    """Weights are finite, and ranks that hold the same `shard` (the replicas of an HSDP run) hold the same bits."""
+    parameters = list(named_parameters)
+    prints = fingerprint(parameters)
+    everyone = agree.gather([shard, prints])
+    for rank, (other_shard, other) in enumerate(everyone):
+        odd = [name for name in prints if other[name] != prints[name]] if other_shard == shard else []
+        if odd:
+            raise StartupError(f"ranks {agree.rank} and {rank} are replicas but differ in {odd[:3]}", rank)
+    bad = [name for name, p in parameters if not local(p).isfinite().all()]
+    problem = StartupError(f"weights that are not finite: {bad[:3]}") if bad else None
+    agree.verdict(problem, "model check")
+    whole = hashlib.sha256(str(everyone).encode()).hexdigest()
+    log(f"weights: {len(prints)} tensors, finite; fingerprint of all ranks' bits {whole[:16]}")
+
+
 # --- proof of the first step ----------------------------------------------------------------------------------------
-
-
-def local(tensor):
-    """This rank's shard of a DTensor, or the tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def bits_hash(tensor) -> int:
-    """A hash of the bits of this rank's part. Each place has its own odd weight: AdamW's first step moves all entries by
-    the same amount up or down, so that a plain sum over equal values can come out unchanged."""
-    bits = local(tensor.detach()).contiguous().flatten().view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), 1 << 24):  # int64 arithmetic wraps
-        part = bits[start : start + (1 << 24)].to(torch.int64)
-        place = torch.arange(start, start + part.numel(), device=bits.device)
-        total += (part * (place * 0x1E3779B97F4A7C15 * 2 + 1)).sum()
-    return int(total)
 
 
 class FirstStepProof:
@@ -350,7 +385,7 @@ class FirstStepProof:
 
     def before_update(self):
         """After backward and clip: how many elements of each gradient are not zero, or not finite."""
-        self.bits = [bits_hash(p) for _, p in self.parameters]
+        self.bits = fingerprint(self.parameters)
         self.gradients, self.largest = [], []
         for name, p in self.parameters:
             g = None if p.grad is None else local(p.grad)
@@ -364,11 +399,12 @@ class FirstStepProof:
         fault where the step is below the fp32 resolution of a parameter's values: norm scales of 1 early in a long
         warm-up; or gradients far below AdamW's epsilon, such as that of lambda, which the head norm cancels at first."""
         self.moved = []
-        for (_, p), before, gradient in zip(self.parameters, self.bits, self.largest, strict=True):
-            values = local(p.detach())
+        bits = fingerprint(self.parameters)
+        for (name, p), gradient in zip(self.parameters, self.largest, strict=True):
+            values = local(p)
             largest = float(values.abs().max()) if values.numel() else 0.0
             step = rate * gradient / (gradient + ADAM_EPSILON)
-            self.moved.append((int(bits_hash(p) != before), int(step < largest * 2.0**-22)))
+            self.moved.append((int(bits[name] != self.bits[name]), int(step < largest * 2.0**-22)))
 
     def conclude(self, loss: float, grad_norm: float, expected_loss: float | None = None):
         """Print one line for each part; raise StartupError or RankFailed on all ranks if any part fails. `loss` is in

@@ -487,3 +487,21 @@ def changes(saved: dict, now: Settings) -> list[tuple[str, object, object, str]]
         for n in FIELDS
         if n in saved and saved[n] != present[n]
     ]
+
+
+def refuse_changes(saved: dict, now: Settings) -> list[str]:
+    """A line for each setting that differs from the saved run's, or a SettingsError for those that may not."""
+    lines, refused = [], []
+    for name, before, after, kind in changes(saved, now):
+        line = f"{name}: {before!r} -> {after!r}"
+        if kind == "model":
+            refused.append(
+                f"{line} (the saved weights have another form: start another run in another out_dir)"
+            )
+        elif kind == "math" and name not in now.allow_change:
+            refused.append(f"{line} (changes the course of the run: --allow_change={name} accepts it)")
+        else:
+            lines.append(line)
+    if refused:
+        raise SettingsError("this run was started with other settings:\n  " + "\n  ".join(refused))
+    return lines

@@ -10,6 +10,7 @@ from workers import run
 
 import backends
 import model
+import train_nova
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -64,8 +65,19 @@ def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
         with pytest.raises(model.ModelError, match="use_compile=True.*the compiler says no"):
             nova(ids, targets)
     else:
-        assert torch.equal(nova(ids, targets)[0], want)
+        assert nova.compiled
+        assert torch.equal(nova(ids, targets)[0], want) and not nova.compiled
         assert len(lines) == 1 and "FAILED" in lines[0] and "use_compile" in lines[0]
+
+
+def test_auto_may_still_fall_back_in_a_first_launch_and_never_chooses_again():
+    """What a run does with "auto" before it builds: resolved too early, a failing compiler would end the run."""
+    s = tiny_settings(use_compile="auto", use_fp8="auto")
+    train_nova.keep_choices(s, {"fp8": True, "compile": False})
+    assert (s.use_fp8, s.use_compile) == ("on", False)
+    s = tiny_settings(use_compile=True, use_fp8="off")
+    train_nova.keep_choices(s, {"fp8": True, "compile": False})
+    assert (s.use_fp8, s.use_compile) == ("off", True), "what was set wins"
 
 
 def test_choose_says_what_auto_means(monkeypatch):

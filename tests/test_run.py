@@ -12,9 +12,12 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, tiny_settings
+from workers import Rank
 
 import metrics
+import train_nova
 
 TINY = """
 import os
@@ -196,6 +199,15 @@ def test_stop_at_and_job_hours_stop_resumable_without_changing_the_curve(world, 
     assert losses(world, "parts") == losses(world, "whole")
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
+def test_out_of_memory_in_any_stage_names_the_settings_and_is_not_retried(error):
+    run = train_nova.Run(tiny_settings(), Rank(), print, torch.device("cpu"))
+    with pytest.raises(train_nova.OutOfMemory, match="(?s)memory/GPU.*micro_batch=4.*selective") as e:
+        with train_nova.explained_memory(run):
+            raise error
+    assert e.value.exit_code == 70
+
+
 @pytest.mark.parametrize(
     "arguments, code, words",
     [
@@ -230,6 +242,14 @@ def test_seed_8x_config_names_everything_this_machine_lacks(world):
     assert child.returncode == 64
     assert "no GPU" in child.stderr and "HF_DATASET_REPO" in child.stderr and "Traceback" not in child.stderr
     assert not os.path.exists(folder / "out")
+
+
+def test_use_compile_auto_with_a_broken_compiler_trains_in_eager_mode_and_says_so(world):
+    folder, environ = world
+    short = ("--use_compile=auto", "--total_steps=3", "--warmup_steps=1")
+    output = train((folder, environ | {"CXX": "/bin/false"}), "broken-compiler", *short)
+    assert "torch.compile FAILED" in output
+    assert json.loads((folder / "broken-compiler" / "report.json").read_text())["compile"] is False
 
 
 @pytest.mark.slow

@@ -13,14 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from checkpoint_tools import Ranks
 from conftest import tiny_settings
 from workers import ROOT, Rank, run
 
 import agreement
+import checkpoint
 import model
 import muon
 import selftest
 import startup
+import watch
 
 
 def exchange(rank, world):
@@ -116,11 +119,13 @@ def equal_versions(rank, world, odd, what):
             return f
 
         selftest.open = longer
+    selftest.code.cache_clear()
     try:
         return outcome(lambda: selftest.check_versions(exchange(rank, world), tiny_settings(), print))
     finally:
         selftest.importlib.metadata.version = original
         selftest.__dict__.pop("open", None)
+        selftest.code.cache_clear()
 
 
 class Bytes:
@@ -148,7 +153,28 @@ def equal_weights(rank, world, odd):
     layer = torch.nn.Linear(40, 30)
     if rank == odd:
         layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit of one weight
-    return outcome(lambda: selftest.check_equal(exchange(rank, world), "weights", model.fingerprint(layer)))
+    return outcome(
+        lambda: selftest.check_equal(
+            exchange(rank, world), "weights", selftest.fingerprint(layer.named_parameters())
+        )
+    )
+
+
+def test_fingerprints_see_one_bit_and_an_exchange():
+    layer = torch.nn.Linear(40, 30)
+    prints = {"": selftest.fingerprint(layer.named_parameters())}
+    weight, bias = layer.weight.data, layer.bias.data
+    for what, change in (
+        ("exchange", lambda: weight[3, 5:7].copy_(weight[3, 5:7].flip(0))),
+        ("back", lambda: weight[3, 5:7].copy_(weight[3, 5:7].flip(0))),
+        ("bit", lambda: bias.view(torch.int32).__setitem__(0, bias.view(torch.int32)[0] ^ 1)),
+    ):
+        change()
+        prints[what] = selftest.fingerprint(layer.named_parameters())
+    first = prints[""]
+    assert first["weight"] != first["bias"] and prints["back"] == first
+    assert [n for n in first if first[n] != prints["exchange"][n]] == ["weight"]
+    assert [n for n in first if first[n] != prints["bit"][n]] == ["bias"]
 
 
 def test_one_bit_of_one_weight_differs():
@@ -393,6 +419,38 @@ def test_a_broken_first_step_stops_all_ranks(broken, words):
     assert any(words in text for (_, text, _), _ in results), results
 
 
+def resumed_before_a_bad_step(rank, world, folder):
+    """Two steps of a resumed run, the first of them with a loss that is not finite; is the proof pending after each?"""
+    settings = tiny_settings(out_dir=folder, muon_lr=1e-4, lr=1e-4)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    agree = exchange(rank, world)
+    agree.first_step_done = lambda: None
+    job = SimpleNamespace(
+        settings=settings, agree=agree, model=net, optimizers=optimizers, log=lambda text: None, step=5, bad_in_a_row=0
+    )  # fmt: skip
+    watcher, pending = watch.Watcher(job), []
+    ids = torch.randint(0, 257, (8, settings.max_len + 1), generator=torch.Generator().manual_seed(1))
+    for loss in (math.nan, 5.0):
+        total, _ = net(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        (total / (8 * settings.max_len)).backward()
+        norm = float(muon.clip_grads(net, 1.0))
+        watcher.before_update(loss, {}, norm, (1e-4, 1e-4, 0.95))
+        for optimizer in optimizers:
+            if math.isfinite(loss):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        watcher.after_update(loss, norm, (1e-4, 1e-4, 0.95))
+        pending.append(watcher.proof is not None)
+    return pending
+
+
+def test_a_skipped_first_step_leaves_the_proof_to_the_next(tmp_path):
+    """Else a run that was saved in front of a bad step could never be resumed."""
+    assert run(resumed_before_a_bad_step, world=1, folder=str(tmp_path)) == [[True, False]]
+
+
 def test_a_detached_head_of_its_own_is_caught():
     (kind, text, _), _ = run(first_step, world=2, broken="head", tied=False)[0]
     assert kind == "StartupError" and "lm_head.weight" in text
@@ -435,10 +493,29 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     assert environ["NCCL_DEBUG"] == "WARN" and environ["CUDA_LAUNCH_BLOCKING"] == "1"
     assert environ["NCCL_P2P_DISABLE"] == "1" and environ["NCCL_ALGO"] == "Ring"
     assert environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and environ["TOKENIZERS_PARALLELISM"] == "false"
+    startup.setup_environment(tiny_settings(device="cpu"), slurm := {"CUDA_VISIBLE_DEVICES": "0"})
+    assert slurm["CUDA_VISIBLE_DEVICES"] == "", "--device=cpu trained on the GPU that SLURM had given"
     startup.setup_environment(tiny_settings(), plain := {})
     assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM"}
     code = "import sys, startup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "wish, environ, threads",
+    [(None, {}, 6), (None, {"OMP_NUM_THREADS": "1"}, None), (None, {"OMP_NUM_THREADS": "3"}, None),
+     (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 6), (2, {"OMP_NUM_THREADS": "3"}, 2)],
+)  # fmt: skip
+def test_threads_are_the_users_or_a_share_of_the_cores(monkeypatch, wish, environ, threads):
+    """torchrun sets one thread where the user said nothing; one that the user set is one. None: left alone."""
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setattr(
+        torch, "set_float32_matmul_precision", lambda precision: None
+    )  # of all other tests, too
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12), raising=False)
+    startup.set_arithmetic(tiny_settings(threads=wish), torch.device("cpu"), 2, environ)
+    assert told == ([threads] if threads else [])
 
 
 def test_start_is_refused_where_it_cannot_go_well(tmp_path):
@@ -554,6 +631,53 @@ def test_the_first_failure_is_the_failure():
     with pytest.raises(startup.RankFailed, match="out of memory") as e:
         ranks[0].raise_failure()
     assert e.value.exit_code == 70 and e.value.rank == 1
+
+
+def bare_control():
+    """One rank's control plane without sockets and threads, and what it would have ended with."""
+    control, ends = object.__new__(agreement.Control), []
+    control.rank, control.world, control.store, control.failure = 0, 1, dist.HashStore(), None
+    control.leave, control.lost, control.log, control.device = ends.append, 0.1, print, None
+    control.signals, control.count = SimpleNamespace(name=None), 0
+    return control, ends
+
+
+def test_a_deadline_moves_with_a_transfer_that_goes_on(capfd):
+    """A download of a large checkpoint, or the last upload, outlasts its stage; one that stands still does not."""
+    control, ends = bare_control()
+    with control.stage("download", timeout=0.05):
+        control.busy(60)
+        time.sleep(0.1)
+        control._check_deadline(control.store, time.monotonic())
+    assert not ends, "the deadline was moved"
+    control.tick("export", 0.05)
+    control.busy(0.01)
+    time.sleep(0.1)
+    control._check_deadline(control.store, time.monotonic())
+    assert ends[0]["stage"] == "export" and "deadline passed" in ends[0]["why"], (
+        "it moved no further than asked"
+    )
+
+
+def limits(rank, world, folder):
+    saver = checkpoint.Checkpoints(folder, None, Ranks(rank, world)).group
+    made = dist.new_group(backend="gloo")
+    agree = object.__new__(startup.Agreement)
+    agree.lost = 10.0
+
+    def seconds(group):
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    before = seconds(dist.group.WORLD)
+    agree.limit_collectives(50)
+    after = seconds(dist.group.WORLD), seconds(made), seconds(saver)
+    agree.limit_collectives(before - 30)
+    return after
+
+
+def test_collectives_get_the_steps_limit_and_the_saver_keeps_its_own(tmp_path):
+    """A rank that writes to a slow disk for ten minutes must not fail the save."""
+    assert run(limits, world=1, folder=str(tmp_path)) == [(80.0, 80.0, 7200.0)]
 
 
 def somewhere(text: str, folder: str = "torch/distributed"):
