@@ -509,7 +509,8 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
         warn("FSDP's traffic is not hidden behind compute: raise micro_batch, or set shard_size (HSDP)")
     if s.use_fp8 == "auto" and result.facts["fp8"] and s.fp8_recipe == "rowwise":
         warn(
-            "fp8_recipe=rowwise gained 10 % where tensorwise gained 25 % on a published 8B: measure with bench.py --gpu"
+            "fp8_recipe=rowwise gained 10 % on a published 8B (25 % there needed tensorwise and float8 all-gather, not used "
+            "here): measure with bench.py --gpu"
         )
     if result.facts["fp8"] and not result.facts["compile"]:
         warn("fp8 without compile is slower than bf16: use_compile=True, or use_fp8=off")

@@ -37,8 +37,6 @@ BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Expr
 WELL = 0.02  # directions above this share of a gradient's norm must be orthogonalised; weaker ones may lag
 OPERATIONS = "all_gather_into_tensor reduce_scatter_tensor all_reduce broadcast all_to_all_single".split()
 
-ADAM_EPSILON = 1e-8  # AdamW's first step is rate * g / (|g| + epsilon)
-
 
 # --- checks of the machine ----------------------------------------------------------------------------------------
 
@@ -394,16 +392,17 @@ class FirstStepProof:
             self.gradients.append((0 if g is None else int(g.count_nonzero()), int(not finite), rows))
             self.largest.append(0.0 if g is None or not g.numel() else float(g.abs().max()))
 
-    def after_update(self, rate: float):
-        """After the optimizers: which parameters moved. `rate` is the smallest rate of the step. Standing still is no
-        fault where the step is below the fp32 resolution of a parameter's values: norm scales of 1 early in a long
-        warm-up; or gradients far below AdamW's epsilon, such as that of lambda, which the head norm cancels at first."""
+    def after_update(self, rate: float, epsilon: float = 1e-8):
+        """After the optimizers: which parameters moved. `rate` is the smallest rate of the step, `epsilon` AdamW's, whose
+        first step is rate * g / (|g| + epsilon). Standing still is no fault where the step is below the fp32 resolution of
+        a parameter's values (norm scales of 1 early in a long warm-up), or where gradients are far below epsilon (lambda,
+        which the head norm cancels at first)."""
         self.moved = []
         bits = fingerprint(self.parameters)
         for (name, p), gradient in zip(self.parameters, self.largest, strict=True):
             values = local(p)
             largest = float(values.abs().max()) if values.numel() else 0.0
-            step = rate * gradient / (gradient + ADAM_EPSILON)
+            step = rate * gradient / (gradient + epsilon)
             self.moved.append((int(bits[name] != self.bits[name]), int(step < largest * 2.0**-22)))
 
     def conclude(self, loss: float, grad_norm: float, expected_loss: float | None = None):

@@ -311,9 +311,10 @@ def complete(run: Run) -> bool:
     with open(report, encoding="utf-8") as f:
         done = json.load(f).get("step") == run.step
     if done:
+        longer = "target_tokens" if run.settings.target_tokens else "total_steps"
         run.log(
-            f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise total_steps "
-            "(with --allow_change=total_steps); for another run choose another out_dir"
+            f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise {longer} "
+            f"(with --allow_change={longer}); for another run choose another out_dir"
         )
     return done
 

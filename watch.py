@@ -188,7 +188,7 @@ class Watcher:
         # A failed proof ends the run, and nothing has been saved yet. A step whose update was skipped proves nothing; a
         # run that resumes in front of such a step must get past it, so the next one is the proof.
         if self.proof and not is_bad(loss, grad_norm):
-            self.proof.after_update(min(rates[:2]))
+            self.proof.after_update(min(rates[:2]), run.settings.adam_eps)
             self.proof.conclude(loss, grad_norm, math.log(run.settings.vocab_size) if self.fresh else None)
             run.optimizers[0].watch = self.proof = None
             run.agree.first_step_done()
