@@ -214,8 +214,13 @@ class Checkpoints:
     def _owner_on_hub(self) -> str | None:
         """The youngest run on the Hub that had a folder of this name, or None."""
         pattern = re.compile(re.escape(self._stem()) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
-        runs = {path.split("/")[0] for path in self.publisher.list("")}
-        runs = sorted(r for r in runs if pattern.fullmatch(r))
+        paths = self.publisher.list("")
+        if pickles := sorted(p for p in paths if p.endswith(".model.pt")):
+            self.log(
+                f"the Hub repo holds {len(pickles)} checkpoints of the first Nova script, e.g. {pickles[0]}: pickles are not "
+                "supported, and never fetched or touched"
+            )
+        runs = sorted(r for r in {path.split("/")[0] for path in paths} if pattern.fullmatch(r))
         if runs:
             self.log(
                 f"nothing local: going on with run {runs[-1]} of the Hub; --resume=never starts another"
