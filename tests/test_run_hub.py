@@ -81,3 +81,15 @@ def test_the_drill_uploads_something_small_and_leaves_no_trace(hub_world):
     output = train(here, "refused", "--drill", "--hf_model_repo=me/model", "--hub_patience=1", expect=74)
     server.faults.clear()
     assert "HubError" in output and "drill passed" not in output
+
+
+def test_a_finished_run_given_again_publishes_what_is_not_there(hub_world):
+    """What the Hub did not take in the first launch's time, or was never asked to: no step is trained for it."""
+    *here, server = hub_world
+    server.commit("models/me/late", {"README.md": b"hello"})
+    train(here, "late")
+    output = train(here, "late", "--hf_model_repo=me/late", "--hub_patience=20")
+    assert "is complete" in output and "step 000" not in output
+    there, export = server.files("models/me/late"), here[0] / "late" / "export"
+    assert there["model.safetensors"] == (export / "model.safetensors").read_bytes()
+    assert any("-final-" in name for name in there) and status(here, "late")["unpublished"] == []
