@@ -82,16 +82,12 @@ class Attention(nn.Module):
     and of k are its two streams of D/2, as in the first Nova script. That script rotated pairs across the two streams
     (scores then depended on absolute positions), split v too, and never subtracted."""
 
-    unequal = (
-        False  # "diff" in one call with q, k of D/2 and v of D: needs a kernel for it, see choose_attention
-    )
-
     def __init__(self, s):
         super().__init__()
         self.form, self.H, self.K, self.D = s.attention, s.n_heads, s.n_kv_heads, s.head_dim
         self.streams = 2 if self.form == "diff" else 1
         self.unequal = (
-            False  # two_streams in one call: needs a kernel for q, k of D/2 with v of D (backends.py)
+            False  # two_streams in one call: choose_attention found a kernel for q, k of D/2 with v of D
         )
         query_maps = 2 * self.H if self.form == "diff_v2" else self.H
         self.rows = (query_maps * self.D, self.K * self.D, self.K * self.D)  # q | k | v
