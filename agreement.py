@@ -306,7 +306,12 @@ class Control:
         """Facts for status.json, such as saved=STEP. The supervisor counts restarts that do not move `saved`."""
         self.info |= info
         if self.rank == 0:
-            write_status(self.settings.out_dir, "running", None, **self.info)
+            try:
+                write_status(self.settings.out_dir, "running", None, **self.info)
+            except (
+                OSError
+            ) as e:  # a full disk ends no run; a folder that can't be written is refused by its own check
+                self.log(f"status.json is not written: {e}")
 
     # -- watchdog thread --
     def _watch(self, store):

@@ -51,6 +51,7 @@ import watch
 
 # A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
 UPLOAD_SECONDS = 4 * 3600
+STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
 # The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one.
 HORIZON = ("total_steps", "target_tokens", "schedule", "decay_frac", "warmup_steps")
 
@@ -98,13 +99,22 @@ def train(settings: Settings) -> dict:
         stop = loop(run, settings.stop_at)
     if stop:
         save(run, "latest", wait=True)
-        left = run.budget.left(time.monotonic()) if stop == "job_hours" else None  # reserved for the upload
-        run.checkpoints.close(timeout=max(settings.hub_patience, left or 0))
+        run.checkpoints.close(timeout=upload_patience(run, stop, time.monotonic()))
         run.metrics.close()
         raise startup.Stopped(
             stop, f"stopped by {stop} after step {run.step}, saved: the same command goes on"
         )
     return finish(run)
+
+
+def upload_patience(run: Run, stop: str, now: float) -> float:
+    """Seconds that a stopped launch waits for its uploads; the next one goes on with what is left of them."""
+    patience, grace, signalled = run.settings.hub_patience, startup.grace_seconds(), run.agree.signals.when
+    if stop == "job_hours":
+        return max(patience, run.budget.left(now))  # reserved for it
+    if grace is not None and signalled:  # torchrun kills then: the status must be written by that time
+        return max(0.0, min(patience, signalled + grace - STATUS_SECONDS - now))
+    return patience
 
 
 class OutOfMemory(RuntimeError):

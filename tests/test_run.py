@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -197,6 +198,19 @@ def test_stop_at_and_job_hours_stop_resumable_without_changing_the_curve(world, 
     assert status(world, "parts")["reason"] == "stop_at"
     train(world, "parts")
     assert losses(world, "parts") == losses(world, "whole")
+
+
+def test_a_stopped_launch_waits_for_uploads_no_longer_than_torchrun_waits_for_it(monkeypatch):
+    """Else it is killed with a saved checkpoint and a status that says running."""
+    run = train_nova.Run(tiny_settings(hub_patience=240), Rank(), print, torch.device("cpu"))
+    run.agree.signals = SimpleNamespace(when=1000.0)
+    run.budget = SimpleNamespace(left=lambda now: 500.0)
+    monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: 60.0)
+    assert train_nova.upload_patience(run, "SIGTERM", now=1020.0) == 30.0
+    assert train_nova.upload_patience(run, "SIGTERM", now=1070.0) == 0.0
+    assert train_nova.upload_patience(run, "job_hours", now=1020.0) == 500.0
+    monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: None)
+    assert train_nova.upload_patience(run, "SIGTERM", now=1020.0) == 240.0, "plain python: nobody kills"
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])

@@ -659,6 +659,15 @@ def test_a_deadline_moves_with_a_transfer_that_goes_on(capfd):
     )
 
 
+def test_a_full_disk_costs_the_status_and_not_the_run(tmp_path):
+    control, _ = bare_control()
+    lines, control.info = [], {}
+    control.log, control.settings = lines.append, SimpleNamespace(out_dir=str(tmp_path / "file" / "out"))
+    (tmp_path / "file").touch()
+    control.note(saved=5)
+    assert control.info == {"saved": 5} and "status.json is not written" in lines[0]
+
+
 def limits(rank, world, folder):
     saver = checkpoint.Checkpoints(folder, None, Ranks(rank, world)).group
     made = dist.new_group(backend="gloo")
