@@ -1,8 +1,8 @@
 """The drill (`--drill`): the run's whole cycle once, on its machine and with its settings, in a folder of its own.
 
-Steps, evaluation, save, load in place, the same next losses, export, a small upload, each timed; nothing is published. A later run in the
-folder above takes the times for its budget (`drilled`). The loop and its helpers are handed in: train_nova.py knows this
-file, not the reverse.
+Steps, evaluation, save, load in place, the same next losses, export, a trial upload, each timed; nothing stays on the Hub.
+A later run in the folder above takes the times for its budget (`drilled`). The loop and its helpers are handed in:
+train_nova.py knows this file, not the reverse.
 """
 
 import json
@@ -16,7 +16,8 @@ STEPS = 4  # before the save; two more are done twice, before and after the load
 
 
 def drill(run, loop, evaluate, save, resume, export) -> dict:
-    """Raises StartupError unless the two losses after the reload are those before it, HubError where the Hub takes no file.
+    """Raises StartupError unless the two losses after the reload are those before it, and HubError where the Hub takes no
+    file.
 
     -> facts for status.json: {"step", "drill": {part: seconds}}"""
     s, seconds = run.settings, {}
