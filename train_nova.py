@@ -107,11 +107,12 @@ def train(settings: Settings) -> dict:
     return finish(run)
 
 
-def upload_patience(run: Run, stop: str, now: float) -> float:
-    """Seconds that a stopped launch waits for its uploads; the next one goes on with what is left of them."""
+def upload_patience(run: Run, stop: str | None, now: float) -> float:
+    """Seconds that the end of a run (stop None), or of a launch, waits for uploads; the next launch does the rest."""
     patience, grace, signalled = run.settings.hub_patience, startup.grace_seconds(), run.agree.signals.when
-    if stop == "job_hours":
-        return max(patience, run.budget.left(now))  # reserved for it
+    if stop in (None, "job_hours"):  # what is left of a budget was reserved for it
+        left = run.budget.left(now)
+        return UPLOAD_SECONDS if left is None else min(UPLOAD_SECONDS, max(patience, left))
     if grace is not None and signalled:  # torchrun kills then: the status must be written by that time
         return max(0.0, min(patience, signalled + grace - STATUS_SECONDS - now))
     return patience
@@ -329,11 +330,11 @@ def complete(run: Run) -> bool:
     return done
 
 
-def published(run: Run) -> dict:
-    """Wait for the uploads, of an earlier launch too. -> facts for status.json"""
+def published(run: Run, seconds: float = UPLOAD_SECONDS) -> dict:
+    """Wait so long for the uploads, of an earlier launch too. -> facts for status.json"""
     folder = os.path.join(run.settings.out_dir, "export")
     run.checkpoints.publish(folder, "")
-    left = run.checkpoints.close(timeout=UPLOAD_SECONDS)
+    left = run.checkpoints.close(timeout=seconds)
     run.metrics.close()
     return {"step": run.step, "saved": run.step, "export": folder, "unpublished": left}
 
@@ -593,7 +594,7 @@ def finish(run: Run) -> dict:
         shutil.copy(os.path.join(s.out_dir, "report.json"), folder)
         if run.stream.tokenizer.path:
             shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
-    return published(run) | {"val_loss": report["val_loss"]}
+    return published(run, upload_patience(run, None, time.monotonic())) | {"val_loss": report["val_loss"]}
 
 
 def export(run: Run) -> str:

@@ -209,6 +209,11 @@ def test_a_stopped_launch_waits_for_uploads_no_longer_than_torchrun_waits_for_it
     assert train_nova.upload_patience(run, "SIGTERM", now=1020.0) == 30.0
     assert train_nova.upload_patience(run, "SIGTERM", now=1070.0) == 0.0
     assert train_nova.upload_patience(run, "job_hours", now=1020.0) == 500.0
+    for left, seconds in ((None, train_nova.UPLOAD_SECONDS), (300.0, 300.0), (-5.0, 240.0)):
+        run.budget.left = lambda now, left=left: left
+        assert train_nova.upload_patience(run, None, now=1020.0) == seconds, (
+            "the end of the run keeps its budget"
+        )
     monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: None)
     assert train_nova.upload_patience(run, "SIGTERM", now=1020.0) == 240.0, "plain python: nobody kills"
 
