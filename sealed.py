@@ -340,9 +340,7 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EX
         whole = {}
         for name in names:
             value = tensors[name].detach()
-            if isinstance(
-                value, DTensor
-            ):  # all ranks, one tensor at a time; on the mesh's device also under cpu_offload
+            if isinstance(value, DTensor):  # all ranks, tensor by tensor, on the mesh's device (cpu_offload!)
                 value = value.to(value.device_mesh.device_type).full_tensor()
             if agree.rank == 0:
                 whole[name] = value.to("cpu").contiguous()
