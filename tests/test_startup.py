@@ -525,7 +525,9 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     startup.setup_environment(tiny_settings(device="cpu"), slurm := {"CUDA_VISIBLE_DEVICES": "0"})
     assert slurm["CUDA_VISIBLE_DEVICES"] == "", "--device=cpu trained on the GPU that SLURM had given"
     startup.setup_environment(tiny_settings(), plain := {})
-    assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM"}
+    assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF"}
+    startup.setup_environment(tiny_settings(), older := {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
+    assert "PYTORCH_ALLOC_CONF" not in older
     code = "import sys, startup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
