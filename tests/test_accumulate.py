@@ -12,6 +12,7 @@ from workers import run
 import data
 import metrics
 import model
+import startup
 import train_nova
 
 
@@ -19,7 +20,7 @@ def gradients(rank, world, every: bool, shard: int | None):
     """({name: gradient}, all-reduces of replicas) of the second of two steps of the run's own `accumulate`."""
     s = tiny_settings(sequences_per_step=16, micro_batch=2, reduce_every_micro_step=every, shard_size=shard)
     device, calls, real = torch.device("cpu"), [], dist.all_reduce
-    net = model.build_model(s, train_nova.make_mesh(s, world, device), device, log=lambda text: None)
+    net = model.build_model(s, startup.make_mesh(s, world, device), device, log=lambda text: None)
     rows = torch.randint(257, (16, s.max_len + 1), generator=torch.Generator().manual_seed(0))
     rows = rows[rank * 16 // world : (rank + 1) * 16 // world]
     batch = data.Batch(
