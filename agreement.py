@@ -36,6 +36,10 @@ GRACE = 2.0  # seconds for the main thread to leave by itself once a failure is 
 LOST = {"cpu": 10.0, "cuda": 30.0}
 SAVER = "saver"  # description of the group that checkpoint.py's saver threads talk over
 NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
+# Files whose lines launch kernels: torch's and other packages', compiled code, and ours that compute.
+LAUNCHES = re.compile(
+    r"/(torch|triton|torchao|bitsandbytes|torchinductor\w*)/|\b(model|backends|muon|sharded|adamw8bit)\.py$|^<"
+)
 
 
 class StartupError(RuntimeError):
@@ -134,11 +138,18 @@ def inside_torch_distributed(frames: list) -> bool:
     return any(f"{os.sep}torch{os.sep}distributed{os.sep}" in f.filename for f in frames)
 
 
-def in_collective(frames: list) -> bool:
-    """Do these stack entries, innermost first, wait for other ranks? Then the rank is a victim, not the culprit."""
-    line = frames[0].line or "" if frames else ""  # on a GPU the host waits where it reads a result
-    return inside_torch_distributed(frames[:4]) or bool(
-        re.search(r"\.item\(|\.tolist\(|synchronize\(|\.cpu\(", line)
+def in_collective(frames: list, gpu: bool = False) -> bool:
+    """Do these stack entries, innermost first, wait for other ranks? Then the rank is a victim, not the culprit.
+
+    On a GPU the host waits where it reads a result, and, since the device's queue is bounded, wherever it launches: while
+    a peer is missing every rank stands in some kernel launch of its own, and nobody can say which one is to blame."""
+    if not frames:
+        return False
+    waits = r"\.item\(|\.tolist\(|synchronize\(|\.cpu\("
+    return (
+        inside_torch_distributed(frames[:4])
+        or bool(re.search(waits, frames[0].line or ""))
+        or (gpu and bool(LAUNCHES.search(frames[0].filename)))
     )
 
 
@@ -355,14 +366,13 @@ class Control:
         why = "still waiting for other ranks after the deadline" if waits else "deadline passed"
         self.leave(self.record(f"{why}, at {where}", rank=NOBODY if waits else None, store=store, stage=what))
 
-    @staticmethod
-    def _whereabouts() -> tuple[bool, str]:
+    def _whereabouts(self) -> tuple[bool, str]:
         """(does the main thread wait for other ranks, the line of ours that it is in)."""
         stack = sys._current_frames().get(threading.main_thread().ident)
         frames = traceback.extract_stack(stack)[::-1] if stack else []
         ours = [f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename] or frames
         where = f"{os.path.basename(ours[0].filename)} line {ours[0].lineno}: {ours[0].line}" if ours else "?"
-        return in_collective(frames), where
+        return in_collective(frames, gpu=self.device is not None and self.device.type == "cuda"), where
 
     def _check_processes(self, store, peers: dict):
         """A rank of this machine whose process is gone without a bye was killed: no need to wait for its heartbeat."""

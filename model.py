@@ -320,6 +320,10 @@ class Nova(nn.Module):
                 logits = s.logit_softcap * torch.tanh(logits / s.logit_softcap)
             logits[..., s.vocab_size :] = -math.inf
             return logits
+        if (
+            not torch.is_grad_enabled()
+        ):  # a function's needs_input_grad does not know: evaluation would make dW
+            head = head.detach()
         loss, token_loss = SoftcapCrossEntropy.apply(
             x.flatten(0, 1), head, targets.flatten(), s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk
         )

@@ -340,9 +340,8 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EX
         whole = {}
         for name in names:
             value = tensors[name].detach()
-            value = (
-                value.full_tensor() if isinstance(value, DTensor) else value
-            )  # all ranks, one tensor at a time
+            if isinstance(value, DTensor):  # all ranks, tensor by tensor, on the mesh's device (cpu_offload!)
+                value = value.to(value.device_mesh.device_type).full_tensor()
             if agree.rank == 0:
                 whole[name] = value.to("cpu").contiguous()
         try:

@@ -71,6 +71,10 @@ def end_early(error: BaseException, debug: bool):
 def setup_environment(settings, environ=os.environ):
     """Variables that must be set before torch is imported. Values that the user set win."""
     wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TOKENIZERS_PARALLELISM": "false"}
+    if (
+        "PYTORCH_CUDA_ALLOC_CONF" not in environ
+    ):  # the older name of the same; blocks of a few sizes fragment less
+        wanted |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if settings.debug:
         wanted |= {
             "CUDA_LAUNCH_BLOCKING": "1", "TORCH_USE_CUDA_DSA": "1", "TORCH_SHOW_CPP_STACKTRACES": "1",

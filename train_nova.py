@@ -432,6 +432,7 @@ def accumulate(run: Run, batch: data.Batch, meter: metrics.LossMeter):
         x, y, domain = (t[i * rows : (i + 1) * rows] for t in (batch.x, batch.y, batch.domain))
         last = i == parts - 1
         run.model.set_requires_gradient_sync(last or s.reduce_every_micro_step)
+        run.model.set_requires_all_reduce(last)  # between replicas (HSDP), over the slow network: once a step
         run.model.set_is_last_backward(last)
         loss_sum, token_loss = run.model(x, y)
         (loss_sum * (world / s.tokens_per_step)).backward()

@@ -13,6 +13,7 @@ adamw = "8bit"
 
 sequences_per_step = 384
 micro_batch = 6  # 16 micro-steps
+loss_chunk = 2048  # the head's fp32 gradient is read and written once a chunk
 reduce_every_micro_step = True  # hides behind the compute; no unsharded fp32 gradients are held
 target_tokens = 200e9
 schedule, warmup_steps = "cosine", 4_000

@@ -2,7 +2,7 @@
 
     HF_DATASET_REPO=you/tokens python train_nova.py config/one_gpu_day.py
 
-plan.py --gpus=1 computes (not measured): 3.04 s a step, 40 GB a GPU, 15 hours at 61 % MFU; at 37 % it takes the whole
+plan.py --gpus=1 computes (not measured): 3.04 s a step, 41 GB a GPU, 15 hours at 61 % MFU; at 37 % it takes the whole
 day. max_hours is the run's budget: on a slower GPU the decay is moved, so that the run ends decayed, on fewer tokens.
 """
 
@@ -11,6 +11,7 @@ tie_embeddings = True
 
 sequences_per_step = 256  # 524,288 tokens
 micro_batch = 16
+loss_chunk = 2048  # the head's fp32 gradient is read and written once a chunk
 target_tokens = 9e9  # 17,166 steps
 schedule, warmup_steps, decay_frac = "wsd", 500, 0.2
 

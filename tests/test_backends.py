@@ -134,9 +134,11 @@ def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("form", FORMS)
-def test_gpu_attention_runs_without_the_math_kernel(form):
-    """The seed's heads (128 channels, 4 query heads a group), bf16 forward and backward within 2e-2 of fp32 math."""
+def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
+    """The seed's heads (128 channels, 4 query heads a group), bf16 forward and backward within 2e-2 of fp32 math. Compiled,
+    the kernels get other strides, of inputs and of gradients, than choose_attention tried."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device: flash, cuDNN and efficient attention were not tested")
     changes = dict(attention=form, d_model=1024, n_heads=8, n_kv_heads=2, ffn_hidden=1024, max_len=512)
@@ -150,6 +152,8 @@ def test_gpu_attention_runs_without_the_math_kernel(form):
                 for block in nova.layers:
                     block.attn.unequal = unequal
                 assert not torch.backends.cuda.math_sdp_enabled()
+                if compiled:
+                    backends.compile_blocks(nova, tiny_settings(**changes, use_compile=True), lines.append)
             ids, targets = (t.cuda() for t in tokens(s))
             loss, _ = nova(ids, targets)
             loss.backward()

@@ -228,6 +228,19 @@ def test_a_first_call_in_inference_mode_does_not_spoil_training():
     nova(ids, targets)[0].backward()
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_an_evaluation_makes_no_gradients(tie):
+    """The loss without gradients takes the FLOPs of the logits alone."""
+    nova, s = make(tie_embeddings=tie)
+    counts = []
+    with torch.no_grad():
+        for inputs in (tokens(s)[:1], tokens(s)):
+            with FlopCounterMode(display=False) as counter:
+                nova(*inputs)
+            counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
 def test_ignored_targets_change_nothing():
     nova, s = make()
     ids, targets = tokens(s)

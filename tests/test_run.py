@@ -372,6 +372,29 @@ def test_out_of_memory_names_the_rank_and_the_setting(world, ranks, culprit):
     assert "activation_checkpointing=selective" in said and "memory" in said
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gpus_go_through_the_whole_cycle(world, deterministic):
+    """On all GPUs of this machine, with what the big configs choose: compiled, float8 where there is any, 8-bit AdamW."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip(
+            "no CUDA device: NCCL, streams, pinned copies and the kernels of a real run were not tested"
+        )
+    ranks = 1 << min(3, torch.cuda.device_count().bit_length() - 1)  # 1, 2, 4 or 8
+    arguments = (
+        "--device=cuda --use_compile=true --use_fp8=auto --adamw=8bit --drill --micro_batch=1 --d_model=256"
+    )
+    arguments = [*arguments.split(), "--ffn_hidden=512", "--reduce_every_micro_step=true"]
+    words = command(
+        world[0], f"gpu{deterministic}", *arguments, f"--deterministic={deterministic}", ranks=ranks
+    )
+    environ = {k: v for k, v in world[1].items() if k != "CUDA_VISIBLE_DEVICES"}
+    child = subprocess.run(words, env=environ, text=True, capture_output=True, cwd=world[0], timeout=900)
+    assert child.returncode == 0 and "drill passed" in child.stdout, (child.stdout + child.stderr)[-5000:]
+
+
 @pytest.mark.slow
 def test_a_save_longer_than_the_launchers_grace_is_pointed_out(world):
     words = command(world[0], "grace", "--total_steps=6", ranks=1)

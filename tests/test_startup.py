@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -484,6 +485,34 @@ def test_oracle_agrees_with_the_exact_factor_whatever_the_shape():
         assert selftest.against_oracle(G, other[0] @ other[2])[2] > 0.5
 
 
+@pytest.mark.parametrize(
+    "file, line, cpu, gpu",
+    [
+        ("/site-packages/torch/distributed/distributed_c10d.py", "work.wait()", True, True),
+        ("/nova/muon.py", "total.tolist()", True, True),
+        (
+            "/site-packages/torch/autograd/graph.py",
+            "return Variable._execution_engine.run_backward(",
+            False,
+            True,
+        ),
+        ("/tmp/torchinductor_me/ab/cab.py", "triton_poi_fused_1.run(buf0)", False, True),
+        ("/nova/model.py", "return self.down(F.silu(self.gate(x)) * self.up(x))", False, True),
+        ("/nova/shards.py", "os.pread(self.file, n, at)", False, False),
+        ("/nova/train_nova.py", "time.sleep(1000)", False, False),
+        ("/nova/metrics.py", "f.writelines(rows)", False, False),
+    ],
+)
+def test_on_a_gpu_a_rank_in_a_kernel_launch_is_not_the_culprit(file, line, cpu, gpu):
+    """The device's queue is bounded: while a peer is missing, all ranks stand in a launch. Reading data is no launch."""
+    frames = [
+        traceback.FrameSummary(file, 1, "f", line=line),
+        traceback.FrameSummary("/nova/train_nova.py", 2, "g"),
+    ]
+    assert agreement.in_collective(frames) == cpu
+    assert agreement.in_collective(frames, gpu=True) == gpu
+
+
 # --- environment, status, signals -----------------------------------------------------------------------------------------
 
 
@@ -496,7 +525,9 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     startup.setup_environment(tiny_settings(device="cpu"), slurm := {"CUDA_VISIBLE_DEVICES": "0"})
     assert slurm["CUDA_VISIBLE_DEVICES"] == "", "--device=cpu trained on the GPU that SLURM had given"
     startup.setup_environment(tiny_settings(), plain := {})
-    assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM"}
+    assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF"}
+    startup.setup_environment(tiny_settings(), older := {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
+    assert "PYTORCH_ALLOC_CONF" not in older
     code = "import sys, startup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
