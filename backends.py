@@ -195,10 +195,11 @@ def convert_fp8(model, settings, log=print):
 
 
 def compile_blocks(model, settings, log=print):
-    """torch.compile the body of every block: one graph for all layers, a new one for each (B, T) and mode."""
+    """torch.compile the body of every block, one graph for all layers, a new one for each (B, T) and mode; and the
+    elementwise part of the loss."""
     torch._dynamo.config.recompile_limit = 64  # contexts of the warm-up x (train, evaluate); the default is 8
 
-    def run(block, compiled, *inputs):
+    def run(eager, compiled, *inputs):
         if model.compiled:
             try:
                 return compiled(*inputs)
@@ -209,9 +210,12 @@ def compile_blocks(model, settings, log=print):
                     raise bad(settings, "use_compile", f"torch.compile failed ({cure}): {text}") from e
                 log(f"use_compile=auto: torch.compile FAILED, the run goes on in eager mode, slower. {text}")
                 model.compiled = False
-        return block.body(*inputs)
+        return eager(*inputs)
+
+    def wrapped(eager):
+        return functools.partial(run, eager, torch.compile(eager, fullgraph=True, dynamic=False))
 
     model.compiled = True
+    model.rows_loss = wrapped(model.rows_loss)
     for block in model.layers:
-        compiled = torch.compile(block.body, fullgraph=True, dynamic=False)
-        block.run = functools.partial(run, block, compiled)
+        block.run = wrapped(block.body)

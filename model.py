@@ -214,6 +214,35 @@ def save_policy(ffn_hidden: int, context, operation, *inputs, **kwargs):
 # --- loss ----------------------------------------------------------------------------------------------------
 
 
+def rows_loss(logits, targets, vocab: int, cap: float, z_loss: float, training: bool):
+    """Of logits (n, padded vocab), which are overwritten, and targets (n,): cross-entropy (n,), 0 where ignored, and the
+    sum of the z-loss, both fp32; the gradient (n, padded vocab) in the logits' dtype, None unless training.
+
+    Elementwise work of many passes, which a compiler makes few (compile_blocks): the target's own entry is made apart,
+    so that nothing in between has to be stored."""
+    dtype, valid, target = logits.dtype, targets >= 0, targets.clamp(min=0)[:, None]
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    slope = None
+    if cap:
+        tanh = logits.div_(cap).tanh_()
+        logits = tanh * cap
+        slope = tanh.square_().neg_().add_(1)
+    logits[:, vocab:] = -math.inf  # padded ids have no probability
+    lse = logits.logsumexp(1)
+    loss = (lse - logits.gather(1, target)[:, 0]) * valid
+    regulariser = z_loss * (lse.square() * valid).sum() if z_loss else None
+    if not training:
+        return loss, regulariser, None
+    grad = logits.sub_(lse[:, None]).exp_()  # probabilities
+    if z_loss:
+        grad.mul_((1 + 2 * z_loss * lse)[:, None])
+    own = grad.gather(1, target) - 1
+    if cap:
+        own, grad = own * slope.gather(1, target), grad.mul_(slope)
+    grad, own = grad.mul_(valid[:, None]).to(dtype), own * valid[:, None]
+    return loss, regulariser, grad.scatter_(1, target, own.to(dtype))
+
+
 class SoftcapCrossEntropy(torch.autograd.Function):
     """Sum of cross-entropy(cap * tanh(x W^T / cap)) + z_loss * logsumexp^2, without the (tokens, vocab) logits.
 
@@ -224,7 +253,9 @@ class SoftcapCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab: int, cap: float, z_loss: float, chunk: int):
+    def forward(
+        ctx, x, weight, targets, vocab: int, cap: float, z_loss: float, chunk: int, rows_loss=rows_loss
+    ):
         """x (N, d), weight (padded vocab, d), targets (N,), -1 ignored -> loss sum (), cross-entropy (N,); fp32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -233,32 +264,19 @@ class SoftcapCrossEntropy(torch.autograd.Function):
         token_loss = torch.empty(x.shape[0], dtype=wide, device=x.device)
         for start in range(0, x.shape[0], chunk):
             rows = slice(start, start + chunk)
-            valid = targets[rows] >= 0
-            target = targets[rows].clamp(min=0)[:, None]
-            logits = F.linear(x[rows], weight).to(wide)  # (chunk, padded vocab)
-            tanh = None
-            if cap:
-                tanh = logits.div_(cap).tanh_()
-                logits = tanh * cap
-            logits[:, vocab:] = -math.inf  # padded ids have no probability
-            lse = logits.logsumexp(1)
-            token_loss[rows] = (lse - logits.gather(1, target)[:, 0]) * valid
+            logits = F.linear(x[rows], weight)
+            training = dx is not None or dw is not None
+            token_loss[rows], regulariser, grad = rows_loss(
+                logits, targets[rows], vocab, cap, z_loss, training
+            )
             total += token_loss[rows].sum()
             if z_loss:
-                total += z_loss * (lse.square() * valid).sum()
-            if dx is None and dw is None:
-                continue
-            grad = logits.sub_(lse[:, None]).exp_()  # probabilities
-            if z_loss:
-                grad.mul_((1 + 2 * z_loss * lse)[:, None])
-            grad.scatter_add_(1, target, torch.full_like(lse, -1.0)[:, None])
-            if cap:
-                grad.mul_(tanh.square_().neg_().add_(1))
-            grad = grad.mul_(valid[:, None]).to(x.dtype)
+                total += regulariser
             if dx is not None:
                 dx[rows] = grad @ weight
             if dw is not None:
                 dw += grad.t() @ x[rows]
+            del logits, grad  # or the next chunk's logits would lie beside them
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(token_loss)
@@ -270,7 +288,7 @@ class SoftcapCrossEntropy(torch.autograd.Function):
         # scale is 1 / tokens: rounded to bf16 it would change every gradient of the blocks by up to 0.4 %
         dx = None if dx is None else (dx.to(scale.dtype) * scale).to(dx.dtype)
         dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None
 
 
 # --- the model -----------------------------------------------------------------------------------------------
@@ -295,6 +313,7 @@ class Nova(nn.Module):
         self.tables = None  # RoPE tables and 1 - lambda_0: see constants
         self.ids_checked = False
         self.fp8 = self.compiled = False  # set by convert_fp8 and compile_blocks
+        self.rows_loss = rows_loss  # or its compiled form, see compile_blocks
 
     def forward(self, ids, targets=None, caches=None):
         """ids (B, T) int64 -> logits (B, T, padded vocab) fp32, padded ids -inf; with targets (B, T), the *next* tokens,
@@ -325,8 +344,9 @@ class Nova(nn.Module):
         ):  # a function's needs_input_grad does not know: evaluation would make dW
             head = head.detach()
         loss, token_loss = SoftcapCrossEntropy.apply(
-            x.flatten(0, 1), head, targets.flatten(), s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk
-        )
+            x.flatten(0, 1), head, targets.flatten(), s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk,
+            self.rows_loss,
+        )  # fmt: skip
         return loss, token_loss.view(targets.shape)
 
     def constants(self, device):

@@ -46,6 +46,22 @@ def test_compiled_blocks_equal_eager_blocks_under_fsdp():
         assert np.linalg.norm(eager[1][n] - compiled[1][n]) < 0.03 * np.linalg.norm(eager[1][n]), n
 
 
+@pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile from a path with spaces")
+def test_the_compiled_loss_equals_the_eager_one():
+    """Elementwise part of the loss: every term on, ignored targets, padded ids; gradients of hidden states and head."""
+    torch.manual_seed(0)
+    x, w, targets = torch.randn(96, 32), torch.randn(128, 32) / 3, torch.randint(0, 100, (96,))
+    targets[::7] = -1
+    results = []
+    for rows_loss in (model.rows_loss, torch.compile(model.rows_loss, fullgraph=True, dynamic=False)):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        loss, each = model.SoftcapCrossEntropy.apply(*leaves, targets, 100, 5.0, 1e-2, 48, rows_loss)
+        loss.backward()
+        results.append([loss.detach(), each, *(t.grad for t in leaves)])
+    assert (results[0][2].norm(dim=1) > 0).sum() == (targets >= 0).sum()
+    torch.testing.assert_close(*results)
+
+
 class NoCompiler:
     """Stands in for inductor with a compiler that fails."""
 
