@@ -14,6 +14,11 @@ ends inside the warm-up; the last lines name the setting to change.
 Bytes are bytes (GB = 1e9), memory is per GPU, times are seconds. FLOPs count forward and backward.
 """
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare()
+
 import dataclasses
 import json
 import math
