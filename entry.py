@@ -7,6 +7,7 @@ a console that cannot take a character, or that nobody reads any more, never end
 import importlib.util
 import io
 import os
+import signal
 import sys
 
 PYTHON = (3, 11)
@@ -27,6 +28,8 @@ def prepare(lost=""):
     if problem:
         sys.stderr.write(f"[nova] {problem}\n")
         sys.exit(71)
+    signal.signal(signal.SIGINT, interrupt)
+    sys.excepthook = last_word
     for fd in (0, 1, 2):  # closed ones: another file would get the number, and with it what is printed
         try:
             os.fstat(fd)
@@ -36,6 +39,24 @@ def prepare(lost=""):
         stream = getattr(sys, name)
         encoding = stream.encoding if stream else "utf-8"
         setattr(sys, name, Console(fd, encoding, lost if fd == 1 else ""))
+
+
+INTERRUPTED = []
+
+
+def interrupt(number, frame):
+    """Ctrl-C, until agreement.py takes it over: an import that it breaks may raise something else than this."""
+    INTERRUPTED.append(number)
+    raise KeyboardInterrupt
+
+
+def last_word(kind, error, trace):
+    """sys.excepthook: a line for Ctrl-C, whose traceback helps nobody; Python's own for the rest."""
+    if not INTERRUPTED:
+        return sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.write("[nova] interrupted\n")
+    os._exit(130)  # everything is unwound; a half-imported library may not end well
 
 
 class Console(io.TextIOWrapper):

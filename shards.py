@@ -11,6 +11,7 @@ and 428), and a mapped file that shrinks kills it. Every bad input is a `DataErr
 """
 
 import difflib
+import errno
 import hashlib
 import json
 import math
@@ -48,6 +49,10 @@ def os_reason(e: OSError) -> str:
         return "no such file: it was moved or deleted; restore it"
     if isinstance(e, IsADirectoryError):
         return "is a folder: remove or rename it"
+    if e.errno == errno.ENOSPC or (
+        e.errno is None and re.search("requested and|free space", str(e))
+    ):  # numpy's words
+        return "the disk is full: make room, or choose a folder on another disk"
     return e.strerror or str(e)
 
 

@@ -110,7 +110,14 @@ def init(settings, environ=os.environ, log=print) -> Agreement:
     except StartupError as e:
         write_status(settings.out_dir, CODES[e.exit_code], e.exit_code, why=str(e))
         raise
-    agree.note()
+    try:
+        agree.note()
+    except OSError as e:
+        error = StartupError(
+            f"out_dir {settings.out_dir} cannot be written ({e.strerror}): set --out_dir=FOLDER"
+        )
+        error.exit_code = 74
+        raise error from None
     with agree.stage("join"):
         pass
     with agree.stage("process group", settings.init_timeout):
