@@ -411,7 +411,9 @@ def check_metadata(metadata, settings, source) -> int:
     where = f"{label(source)}: metadata.json"
     if metadata is None:
         if settings.vocab_size is None:
-            raise DataError(f"{where} is missing: write one with vocab_size in it, or set vocab_size")
+            raise DataError(
+                f"{where} is missing: `python data.py pack` makes one; or write one with vocab_size in it, or set vocab_size"
+            )
         return settings.vocab_size
     if not isinstance(metadata, dict):
         raise DataError(f"{where}: holds a {type(metadata).__name__}, not an object with vocab_size in it")

@@ -600,6 +600,7 @@ def finish(run: Run) -> dict:
         shutil.copy(os.path.join(s.out_dir, "report.json"), folder)
         if run.stream.tokenizer.path:
             shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
+    run.log(f"the weights are in {folder}; talk to them: python sample.py {s.out_dir}")
     return published(run, upload_patience(run, None, time.monotonic())) | {"val_loss": report["val_loss"]}
 
 
