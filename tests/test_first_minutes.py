@@ -12,6 +12,7 @@ import time
 import pytest
 from workers import ROOT
 
+import plan
 import settings
 
 SMALL = (
@@ -132,6 +133,14 @@ def test_a_value_apart_from_its_setting_is_not_taken_for_a_file():
         settings.load_settings(["--total_steps", "6"], {})
 
 
+def test_a_container_has_its_limit_of_memory_and_not_the_machines(tmp_path, monkeypatch):
+    (tmp_path / "v2").write_text("4294967296\n")
+    (tmp_path / "none").write_text("max\n")
+    for file, expected in (("v2", 4 * 2**30), ("none", plan.host_memory()), ("absent", plan.host_memory())):
+        monkeypatch.setattr(plan, "LIMITS", [str(tmp_path / file)])
+        assert plan.host_memory() == expected
+
+
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -179,16 +188,7 @@ def test_ctrl_c_while_python_imports_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_in_any_stage_ends_the_run_resumable(tmp_path, tokens):
-    stages = (
-        "process group",
-        "device",
-        "collectives",
-        "checkpoints",
-        "data",
-        "model",
-        "optimizers",
-        "resume",
-    )
+    stages = ("device", "checkpoints", "data", "resume")
     for stage in stages:
         code, text = interrupt(tmp_path / stage, tokens, f"stage {stage} ...")
         assert code == 3 and status(tmp_path / stage)["resumable"], f"{stage}: {text}"
