@@ -41,22 +41,23 @@ def prepare(lost=""):
         setattr(sys, name, Console(fd, encoding, lost if fd == 1 else ""))
 
 
-INTERRUPTED = []
-
-
 def interrupt(number, frame):
-    """Ctrl-C, until agreement.py takes it over: an import that it breaks may raise something else than this."""
-    INTERRUPTED.append(number)
+    """Ctrl-C, until agreement.py takes it over. Inside an import it ends the process here: some libraries swallow the
+    exception there, or make another of it."""
+    while frame and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    if frame:
+        last_word(KeyboardInterrupt, None, None)
     raise KeyboardInterrupt
 
 
 def last_word(kind, error, trace):
     """sys.excepthook: a line for Ctrl-C, whose traceback helps nobody; Python's own for the rest."""
-    if not INTERRUPTED:
+    if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.write("[nova] interrupted\n")
-    os._exit(130)  # everything is unwound; a half-imported library may not end well
+    os._exit(130)
 
 
 class Console(io.TextIOWrapper):
