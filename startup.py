@@ -110,14 +110,7 @@ def init(settings, environ=os.environ, log=print) -> Agreement:
     except StartupError as e:
         write_status(settings.out_dir, CODES[e.exit_code], e.exit_code, why=str(e))
         raise
-    try:
-        agree.note()
-    except OSError as e:
-        error = StartupError(
-            f"out_dir {settings.out_dir} cannot be written ({e.strerror}): set --out_dir=FOLDER"
-        )
-        error.exit_code = 74
-        raise error from None
+    agree.note()
     with agree.stage("join"):
         pass
     with agree.stage("process group", settings.init_timeout):
