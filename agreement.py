@@ -75,7 +75,9 @@ def write_status(out_dir: str, status: str, exit_code: int | None, **info):
     """Replace out_dir/status.json: what the run is, or ended as. Atomic; any rank may write the same failure."""
     os.makedirs(out_dir, exist_ok=True)
     text = dict(
-        status=status, exit_code=exit_code, resumable=status in ("running", "stopped", "system", "io")
+        status=status,
+        exit_code=exit_code,
+        resumable=status in ("running", "stopped", "interrupted", "system", "io"),
     )
     text |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **info}
     path = os.path.join(out_dir, "status.json")
@@ -88,8 +90,8 @@ class StopSignals:
     """SIGTERM, SIGINT and SIGUSR1 only set a flag, which the ranks agree on. A second SIGINT leaves at once: python runs
     no handler while the main thread waits inside a collective, so the watchdog counts them on the wake-up pipe."""
 
-    def __init__(self):
-        self.name, self.when, self.interrupts = None, 0.0, 0
+    def __init__(self, says: bool = True):
+        self.name, self.when, self.interrupts, self.says = None, 0.0, 0, says
         self.pipe, end = socket.socketpair()
         self.pipe.setblocking(False)
         end.setblocking(False)
@@ -100,6 +102,13 @@ class StopSignals:
     def _note(self, number, frame=None):
         if self.name is None:
             self.name, self.when = signal.Signals(number).name, time.monotonic()
+            if self.says:  # a step and its save can take a minute: nobody should wonder, or insist
+                again = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
+                print(
+                    f"[nova] {self.name}: stops after this step or stage, nothing is lost{again}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def insisted(self) -> bool:
         """Has SIGINT come twice? Called by the watchdog."""
@@ -200,22 +209,25 @@ class Control:
         self.timeout = timedelta(seconds=settings.stage_timeout)
         self.address, hosts = environ.get("MASTER_ADDR", "127.0.0.1"), not self.torchrun and self.rank == 0
         self.port = int(environ.get("MASTER_PORT", 0)) if "RANK" in environ else 0
-        if hosts:  # under torchrun the agent hosts it, and it outlives every worker
-            self.server = dist.TCPStore(
-                self.address, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout
-            )
-            self.port = self.server.port
         self.prefix = f"nova/{environ.get('TORCHELASTIC_RUN_ID', '')}"
         try:
+            if hosts:  # under torchrun the agent hosts it, and it outlives every worker
+                soon = min(
+                    self.timeout, timedelta(seconds=30)
+                )  # to reach itself: not without a loopback device
+                self.server = dist.TCPStore(
+                    self.address, self.port, is_master=True, wait_for_workers=False, timeout=soon
+                )
+                self.port = self.server.port
             self.store, watched = self._connect(), self._connect()
         except (dist.DistNetworkError, dist.DistStoreError) as e:
-            text = f"no answer from rank 0's store at {self.address}:{self.port}: {e}"
+            text = f"no answer from rank 0's store at {self.address}:{self.port}: {first_line(e)}"
             raise StartupError(text, rank=0) from None
         self.place, state = place(), process_state(os.getpid())
         card = [self.place, os.getpid(), state and state[1], socket.gethostname()]
         self.store.set(f"pid/{self.rank}", json.dumps(card))
         self.store.set(f"beat/{self.rank}", "0")  # a rank that stops before its first beat must be visible
-        self.signals, self.leaving = StopSignals(), threading.Lock()
+        self.signals, self.leaving = StopSignals(says=self.rank == 0), threading.Lock()
         self.pulse = time.monotonic()
         bodies = ((self._watch, (watched,)), (self._watch_the_watchdog, ()))
         self.threads = [threading.Thread(target=body, args=args, daemon=True) for body, args in bodies]
@@ -334,7 +346,11 @@ class Control:
             now = time.monotonic()
             try:
                 if self.signals.insisted():
-                    self.leave(self.record("second SIGINT", 130, store=store, reason="SIGINT"))
+                    self.leave(
+                        self.record(
+                            "second SIGINT: ended at once, unsaved", 130, store=store, reason="SIGINT"
+                        )
+                    )
                 if self._known(store):
                     time.sleep(GRACE)
                     self.leave(self.failure)

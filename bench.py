@@ -18,6 +18,11 @@ the row says `inconclusive`, whatever the medians say. One row a line, `bench CA
 The peers are in peers.py.
 """
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare()
+
 import argparse
 import json
 import math

@@ -3,6 +3,11 @@
 Reads the exported weights of a run, or its newest checkpoint, or an export folder. The same seed gives the same text.
 """
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare()
+
 import argparse
 import os
 import sys

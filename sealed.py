@@ -230,7 +230,7 @@ def check_shared_folder(folder: str, agree, patience: float = 10.0):
             os.makedirs(folder, exist_ok=True)
             write_text(marker, token)
         except OSError as e:
-            problem = CheckpointError(f"out_dir {folder} can't be written: {e}")
+            problem = CheckpointError(f"out_dir {folder} can't be written: {e}; set --out_dir=FOLDER")
     agree.verdict(problem, "shared folder")
     token, seen, end = agree.broadcast(token), None, time.monotonic() + patience
     while seen != token and time.monotonic() < end:  # a network file system may show a new file late

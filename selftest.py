@@ -221,10 +221,12 @@ def check_storage(agree, out_dir: str, need: int, log=print):
         os.remove(path)
         free = shutil.disk_usage(out_dir).free
         if free < need:
-            text = f"{out_dir} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed"
-            problem = StartupError(f"{text}: set out_dir, or lower ckpt_keep")
+            text = (
+                f"{out_dir} has {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB are needed for its checkpoints"
+            )
+            problem = StartupError(f"{text}: set --out_dir to a larger disk, or lower ckpt_keep")
         elif agree.rank == 0:
-            log(f"storage: {out_dir} read back, {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed")
+            log(f"storage: {out_dir} read back, {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB needed")
     except OSError as e:
         problem = StartupError(f"{out_dir} on {socket.gethostname()}: {e.strerror or e}")
     if problem:

@@ -326,13 +326,23 @@ def parse(name: str, text: str):
         return text
 
 
+def configs() -> dict[str, str]:
+    """The override files that come with Nova: name without .py -> path."""
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config")
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return {n[:-3]: os.path.relpath(os.path.join(folder, n)) for n in sorted(names) if n.endswith(".py")}
+
+
 def run_override_file(path: str, settings: Settings):
     """Execute one override file on top of `settings`. It is code that the user named: it is run."""
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read()
     except OSError as e:
-        raise SettingsError(f"override file {path}: {e.strerror or e}") from None
+        near = difflib.get_close_matches(os.path.splitext(os.path.basename(path))[0], configs(), n=1)
+        hint = f"; did you mean {configs()[near[0]]}?" if near else ""
+        hint = f"; a setting is written --{path}" if path.partition("=")[0] in FIELDS else hint
+        raise SettingsError(f"override file {path}: {e.strerror or e}{hint}") from None
     try:
         tree = ast.parse(text, path)
         names = {n: getattr(settings, n) for n in FIELDS}
@@ -375,9 +385,7 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
     for variable, name in ENVIRONMENT.items():
         if environ.get(variable):
             assign(settings, name, parse(name, environ[variable]), f"environment {variable}")
-    files = [a for a in argv if not a.startswith("-")]
-    for path in files:
-        run_override_file(path, settings)
+    given = []
     for argument in (a for a in argv if a.startswith("-")):
         name, equals, text = argument.lstrip("-").partition("=")
         name = name.replace("-", "_")
@@ -387,6 +395,10 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
             raise unknown(name, "command line")
         if not equals:
             raise SettingsError(f"{argument} (command line): write --{name}=VALUE")
+        given.append((name, text))
+    for path in (a for a in argv if not a.startswith("-")):
+        run_override_file(path, settings)
+    for name, text in given:
         assign(settings, name, parse(name, text), f"command line --{name}")
     check(settings)
     return settings

@@ -16,6 +16,11 @@ Three rules hold the loop together:
 
 import sys
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare(lost="going on without it, the numbers are in metrics.jsonl")
+
 import startup
 from settings import Settings, SettingsError, load_settings, refuse_changes
 
@@ -157,7 +162,7 @@ def check_needs(s: Settings):
             s.error("device", "this machine has no GPU that torch can use; --device=cpu trains on the CPU")
         )
     if s.data is None:
-        how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO'
+        how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO (config/quickstart.py needs none)'
         lacks.append(s.error("data", f"no data named: {how}"))
     if lacks:
         raise SettingsError("\n".join(map(str, lacks)))
@@ -595,6 +600,7 @@ def finish(run: Run) -> dict:
         shutil.copy(os.path.join(s.out_dir, "report.json"), folder)
         if run.stream.tokenizer.path:
             shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
+    run.log(f"the weights are in {folder}; talk to them: python sample.py {s.out_dir}")
     return published(run, upload_patience(run, None, time.monotonic())) | {"val_loss": report["val_loss"]}
 
 

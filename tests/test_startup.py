@@ -619,7 +619,7 @@ def test_restarts_without_progress_end(tmp_path):
 def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the_main_thread():
     kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        stop = startup.StopSignals()
+        stop = startup.StopSignals(says=False)
         assert stop.name is None and not stop.insisted()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGINT)
