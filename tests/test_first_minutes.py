@@ -152,8 +152,13 @@ def test_a_small_machine_works(limit, tmp_path, tokens):
     assert status(tmp_path)["status"] == "done"
 
 
-def interrupt(out, data, marker: str | None, delay: float = 0.0, times: int = 1) -> tuple[int, str]:
-    """(exit code, stderr) of a run that gets Ctrl-C `delay` seconds after it printed `marker`."""
+def importing_torch(process) -> bool:
+    with open(f"/proc/{process.pid}/maps") as f:
+        return "libtorch" in f.read()
+
+
+def interrupt(out, data, marker: str | None, times: int = 1) -> tuple[int, str]:
+    """(exit code, stderr) of a run that gets Ctrl-C when it has printed `marker`, or is importing torch."""
     command = [
         sys.executable,
         "train_nova.py",
@@ -168,10 +173,11 @@ def interrupt(out, data, marker: str | None, delay: float = 0.0, times: int = 1)
     with subprocess.Popen([*command, "--total_steps=100000"], cwd=ROOT, start_new_session=True, **pipes) as p:
         guard = threading.Timer(100, p.kill)
         guard.start()
+        while not marker and not importing_torch(p):
+            time.sleep(0.01)
         for line in p.stdout if marker else ():
             if marker in line:
                 break
-        time.sleep(delay)
         for _ in range(times):
             p.send_signal(signal.SIGINT)
             time.sleep(0.3)
@@ -182,7 +188,7 @@ def interrupt(out, data, marker: str | None, delay: float = 0.0, times: int = 1)
 
 
 def test_ctrl_c_while_python_imports_is_one_line(tmp_path):
-    code, text = interrupt(tmp_path / "imports", "python", None, delay=0.6)
+    code, text = interrupt(tmp_path / "imports", "python", None)
     assert (code, text) == (130, "[nova] interrupted\n")
 
 
