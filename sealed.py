@@ -336,6 +336,7 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EX
     except (OSError, CheckpointError) as e:
         problem = e
     agree.verdict(problem, "export")
+    entries = {}  # of the manifest: the hashes of what was written, since reading 30 GB again would keep all ranks waiting
     for title, names in zip(titles, files, strict=True):
         whole = {}
         for name in names:
@@ -346,19 +347,21 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EX
                 whole[name] = value.to("cpu").contiguous()
         try:
             if agree.rank == 0:
-                write_tensors(os.path.join(temporary, title), whole, {"format": "pt"})
+                entries[title] = write_tensors(os.path.join(temporary, title), whole, {"format": "pt"})
         except Exception as e:
             problem = CheckpointError(f"export to {folder}: {e}")
         agree.verdict(problem, "export")
     try:
         if agree.rank == 0:
-            _finish_export(folder, temporary, text, dict(zip(titles, files, strict=True)))
+            _finish_export(folder, temporary, text, dict(zip(titles, files, strict=True)), entries)
     except OSError as e:
         problem = CheckpointError(f"export to {folder}: {e}")
     agree.verdict(problem, "export")
 
 
-def _finish_export(folder: str, temporary: str, text: str, files: dict[str, list[str]]):
+def _finish_export(
+    folder: str, temporary: str, text: str, files: dict[str, list[str]], entries: dict[str, dict]
+):
     """Rank 0: configuration, index, manifest, and the exchange of folders."""
     write_text(os.path.join(temporary, "config.json"), text)
     if len(files) > 1:
@@ -368,12 +371,10 @@ def _finish_export(folder: str, temporary: str, text: str, files: dict[str, list
             "weight_map": {n: f for f, names in files.items() for n in names},
         }
         write_text(os.path.join(temporary, "model.safetensors.index.json"), to_json(index, "index"))
-    entries = {}
-    for name in sorted(files_below(temporary)):
+    for name in set(files_below(temporary)) - set(entries):
         entries |= describe(temporary, name)
-    write_text(
-        os.path.join(temporary, "manifest.json"), seal({"format": FORMAT, "kind": "export", "files": entries})
-    )
+    manifest = {"format": FORMAT, "kind": "export", "files": dict(sorted(entries.items()))}
+    write_text(os.path.join(temporary, "manifest.json"), seal(manifest))
     if os.path.exists(folder):
         shutil.rmtree(folder + ".old", ignore_errors=True)
         os.rename(folder, folder + ".old")
