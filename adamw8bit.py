@@ -24,10 +24,12 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         bitsandbytes = import_bitsandbytes(self.param_groups[0]["params"][0].device)
         self.pieces = {}  # parameter -> this rank's rows as bitsandbytes' parameter; ranks without rows have none
+        self.rowless = {}  # parameter without rows here -> its steps: a checkpoint may take them from any rank
         groups = []
         for group in self.param_groups:
             mine = {p: nn.Parameter(local(p)) for p in group["params"] if local(p).numel()}
             self.pieces.update(mine)
+            self.rowless.update({p: 0 for p in group["params"] if p not in mine})
             groups.append(dict(params=list(mine.values()), lr=lr, weight_decay=group["weight_decay"]))
         self.inner = bitsandbytes.optim.AdamW8bit(
             groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
@@ -45,6 +47,8 @@ class AdamW8bit(torch.optim.Optimizer):
             piece.data = local(p)  # FSDP may have moved the rows to padded storage since
             piece.grad = None if p.grad is None else local(p.grad)
         self.inner.step()
+        for p in self.rowless:
+            self.rowless[p] += p.grad is not None
         for piece in self.pieces.values():
             piece.grad = None
         return loss
@@ -58,8 +62,8 @@ class AdamW8bit(torch.optim.Optimizer):
     def moments(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """exp_avg and exp_avg_sq in fp32, sharded like `p`, and the step (0-dim)."""
         out = zeros_like(p), zeros_like(p)
-        if p not in self.pieces:
-            return *out, torch.zeros(())
+        if p in self.rowless:
+            return *out, torch.tensor(float(self.rowless[p]))
         state = self.inner.state[self.pieces[p]]
         for i, moment in enumerate(out, 1):
             values = state[f"state{i}"]
@@ -71,7 +75,8 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def set_moments(self, p: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, codes: dict | None):
         """Restore: from `codes` (exact) where given, else from the fp32 moments (to the quantiser's error)."""
-        if p not in self.pieces:
+        if p in self.rowless:
+            self.rowless[p] = int(step)
             return
         state = self.inner.state[self.pieces[p]]
         state["step"] = int(step)

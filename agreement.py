@@ -28,22 +28,18 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 CODES = {
-    0: "done",
-    3: "stopped",
-    64: "settings",
-    65: "data",
-    70: "failed",
-    71: "system",
-    74: "io",
-    130: "interrupted",
-}
+    0: "done", 3: "stopped", 64: "settings", 65: "data", 70: "failed", 71: "system", 74: "io", 130: "interrupted",
+}  # fmt: skip
 POLL = 0.2  # seconds between looks of the watchdog
 GRACE = 2.0  # seconds for the main thread to leave by itself once a failure is known
-LOST = {
-    "cpu": 10.0,
-    "cuda": 30.0,
-}  # seconds without a heartbeat; a CUDA call may hold the interpreter for a while
+# Seconds without a heartbeat; a CUDA call may hold the interpreter for a while.
+LOST = {"cpu": 10.0, "cuda": 30.0}
+SAVER = "saver"  # description of the group that checkpoint.py's saver threads talk over
 NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
+# Files whose lines launch kernels: torch's and other packages', compiled code, and ours that compute.
+LAUNCHES = re.compile(
+    r"/(torch|triton|torchao|bitsandbytes|torchinductor\w*)/|\b(model|backends|muon|sharded|adamw8bit)\.py$|^<"
+)
 
 
 class StartupError(RuntimeError):
@@ -79,7 +75,9 @@ def write_status(out_dir: str, status: str, exit_code: int | None, **info):
     """Replace out_dir/status.json: what the run is, or ended as. Atomic; any rank may write the same failure."""
     os.makedirs(out_dir, exist_ok=True)
     text = dict(
-        status=status, exit_code=exit_code, resumable=status in ("running", "stopped", "system", "io")
+        status=status,
+        exit_code=exit_code,
+        resumable=status in ("running", "stopped", "interrupted", "system", "io"),
     )
     text |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **info}
     path = os.path.join(out_dir, "status.json")
@@ -92,8 +90,8 @@ class StopSignals:
     """SIGTERM, SIGINT and SIGUSR1 only set a flag, which the ranks agree on. A second SIGINT leaves at once: python runs
     no handler while the main thread waits inside a collective, so the watchdog counts them on the wake-up pipe."""
 
-    def __init__(self):
-        self.name, self.when, self.interrupts = None, 0.0, 0
+    def __init__(self, says: bool = True):
+        self.name, self.when, self.interrupts, self.says = None, 0.0, 0, says
         self.pipe, end = socket.socketpair()
         self.pipe.setblocking(False)
         end.setblocking(False)
@@ -104,6 +102,13 @@ class StopSignals:
     def _note(self, number, frame=None):
         if self.name is None:
             self.name, self.when = signal.Signals(number).name, time.monotonic()
+            if self.says:  # a step and its save can take a minute: nobody should wonder, or insist
+                again = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
+                print(
+                    f"[nova] {self.name}: stops after this step or stage, nothing is lost{again}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def insisted(self) -> bool:
         """Has SIGINT come twice? Called by the watchdog."""
@@ -142,11 +147,18 @@ def inside_torch_distributed(frames: list) -> bool:
     return any(f"{os.sep}torch{os.sep}distributed{os.sep}" in f.filename for f in frames)
 
 
-def in_collective(frames: list) -> bool:
-    """Do these stack entries, innermost first, wait for other ranks? Then the rank is a victim, not the culprit."""
-    line = frames[0].line or "" if frames else ""  # on a GPU the host waits where it reads a result
-    return inside_torch_distributed(frames[:4]) or bool(
-        re.search(r"\.item\(|\.tolist\(|synchronize\(|\.cpu\(", line)
+def in_collective(frames: list, gpu: bool = False) -> bool:
+    """Do these stack entries, innermost first, wait for other ranks? Then the rank is a victim, not the culprit.
+
+    On a GPU the host waits where it reads a result, and, since the device's queue is bounded, wherever it launches: while
+    a peer is missing every rank stands in some kernel launch of its own, and nobody can say which one is to blame."""
+    if not frames:
+        return False
+    waits = r"\.item\(|\.tolist\(|synchronize\(|\.cpu\("
+    return (
+        inside_torch_distributed(frames[:4])
+        or bool(re.search(waits, frames[0].line or ""))
+        or (gpu and bool(LAUNCHES.search(frames[0].filename)))
     )
 
 
@@ -197,22 +209,25 @@ class Control:
         self.timeout = timedelta(seconds=settings.stage_timeout)
         self.address, hosts = environ.get("MASTER_ADDR", "127.0.0.1"), not self.torchrun and self.rank == 0
         self.port = int(environ.get("MASTER_PORT", 0)) if "RANK" in environ else 0
-        if hosts:  # under torchrun the agent hosts it, and it outlives every worker
-            self.server = dist.TCPStore(
-                self.address, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout
-            )
-            self.port = self.server.port
         self.prefix = f"nova/{environ.get('TORCHELASTIC_RUN_ID', '')}"
         try:
+            if hosts:  # under torchrun the agent hosts it, and it outlives every worker
+                soon = min(
+                    self.timeout, timedelta(seconds=30)
+                )  # to reach itself: not without a loopback device
+                self.server = dist.TCPStore(
+                    self.address, self.port, is_master=True, wait_for_workers=False, timeout=soon
+                )
+                self.port = self.server.port
             self.store, watched = self._connect(), self._connect()
         except (dist.DistNetworkError, dist.DistStoreError) as e:
-            text = f"no answer from rank 0's store at {self.address}:{self.port}: {e}"
+            text = f"no answer from rank 0's store at {self.address}:{self.port}: {first_line(e)}"
             raise StartupError(text, rank=0) from None
         self.place, state = place(), process_state(os.getpid())
         card = [self.place, os.getpid(), state and state[1], socket.gethostname()]
         self.store.set(f"pid/{self.rank}", json.dumps(card))
         self.store.set(f"beat/{self.rank}", "0")  # a rank that stops before its first beat must be visible
-        self.signals, self.leaving = StopSignals(), threading.Lock()
+        self.signals, self.leaving = StopSignals(says=self.rank == 0), threading.Lock()
         self.pulse = time.monotonic()
         bodies = ((self._watch, (watched,)), (self._watch_the_watchdog, ()))
         self.threads = [threading.Thread(target=body, args=args, daemon=True) for body, args in bodies]
@@ -314,7 +329,12 @@ class Control:
         """Facts for status.json, such as saved=STEP. The supervisor counts restarts that do not move `saved`."""
         self.info |= info
         if self.rank == 0:
-            write_status(self.settings.out_dir, "running", None, **self.info)
+            try:
+                write_status(self.settings.out_dir, "running", None, **self.info)
+            except (
+                OSError
+            ) as e:  # a full disk ends no run; a folder that can't be written is refused by its own check
+                self.log(f"status.json is not written: {e}")
 
     # -- watchdog thread --
     def _watch(self, store):
@@ -326,7 +346,11 @@ class Control:
             now = time.monotonic()
             try:
                 if self.signals.insisted():
-                    self.leave(self.record("second SIGINT", 130, store=store, reason="SIGINT"))
+                    self.leave(
+                        self.record(
+                            "second SIGINT: ended at once, unsaved", 130, store=store, reason="SIGINT"
+                        )
+                    )
                 if self._known(store):
                     time.sleep(GRACE)
                     self.leave(self.failure)
@@ -358,14 +382,13 @@ class Control:
         why = "still waiting for other ranks after the deadline" if waits else "deadline passed"
         self.leave(self.record(f"{why}, at {where}", rank=NOBODY if waits else None, store=store, stage=what))
 
-    @staticmethod
-    def _whereabouts() -> tuple[bool, str]:
+    def _whereabouts(self) -> tuple[bool, str]:
         """(does the main thread wait for other ranks, the line of ours that it is in)."""
         stack = sys._current_frames().get(threading.main_thread().ident)
         frames = traceback.extract_stack(stack)[::-1] if stack else []
         ours = [f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename] or frames
         where = f"{os.path.basename(ours[0].filename)} line {ours[0].lineno}: {ours[0].line}" if ours else "?"
-        return in_collective(frames), where
+        return in_collective(frames, gpu=self.device is not None and self.device.type == "cuda"), where
 
     def _check_processes(self, store, peers: dict):
         """A rank of this machine whose process is gone without a bye was killed: no need to wait for its heartbeat."""
@@ -421,13 +444,14 @@ class Control:
         except BaseException as e:
             self.failure = self.record_error(e)
             raise
+        until = self.task[1]  # `busy` may have moved it
         self.task = (f"after {name}", None)  # now only the others can be late
         self.store.set(f"{key}/{self.rank}", f"{time.monotonic() - start:.3f}")
         self.store.add(key, 1)
         while self.store.add(key, 0) < self.world:
             if self._known():
                 self.raise_failure()
-            late = time.monotonic() - start - timeout
+            late = time.monotonic() - until
             if late > 2 * POLL:
                 self._check_absent(key, name, late)
             self._check_stop(key)
@@ -466,6 +490,12 @@ class Control:
             self.raise_failure()
         self.task = (what, time.monotonic() + seconds)
 
+    def busy(self, seconds: float):
+        """What the main thread does may take long, and goes on: its deadline is at least `seconds` away from now."""
+        what, until = self.task
+        if until is not None:
+            self.task = (what, max(until, time.monotonic() + seconds))
+
     def close(self):
         """Say goodbye and wait until all ranks have: the store's host leaves last."""
         import torch.distributed as dist
@@ -477,21 +507,31 @@ class Control:
             while time.monotonic() < until and not self.store.check([f"bye/{r}" for r in range(self.world)]):
                 time.sleep(0.02)
             self.closed.set()
-            for (
-                thread
-            ) in self.threads:  # one that is inside the store while Python ends would abort the process
+            for thread in self.threads:  # inside the store while Python ends, one would abort the process
                 thread.join(5)
             self.store.add("closed", 1)
-            while (
-                hasattr(self, "server")
-                and time.monotonic() < until
-                and self.store.add("closed", 0) < self.world
-            ):
+            hosts = hasattr(self, "server")
+            while hosts and time.monotonic() < until and self.store.add("closed", 0) < self.world:
                 time.sleep(0.02)
             if dist.is_initialized():
                 dist.destroy_process_group()
         except (dist.DistNetworkError, dist.DistStoreError):
             pass  # the others are gone already; there is nothing left to agree on
+
+
+def gather_json(value, group=None) -> list:
+    """[value of rank 0, value of rank 1, …] on every rank of a CPU group."""
+    import torch
+    import torch.distributed as dist
+
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    world = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = int(max(sizes))
+    rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
+    return [json.loads(row[: int(n)].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
 
 class Exchange:
@@ -502,16 +542,7 @@ class Exchange:
 
     def gather(self, value) -> list:
         """[value of rank 0, value of rank 1, …] on every rank."""
-        import torch
-        import torch.distributed as dist
-
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
-        room = int(max(sizes))
-        parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(parts, torch.nn.functional.pad(data, (0, room - data.numel())), group=self.group)
-        return [json.loads(bytes(p[: int(n)].tolist())) for p, n in zip(parts, sizes, strict=True)]
+        return gather_json(value, self.group)
 
     def broadcast(self, value):
         """Rank 0's value on every rank."""
@@ -521,13 +552,9 @@ class Exchange:
         data = bytearray(json.dumps(value if self.rank == 0 else None).encode())
         size = torch.tensor([len(data)])
         dist.broadcast(size, src=0, group=self.group)
-        bits = (
-            torch.frombuffer(data, dtype=torch.uint8)
-            if self.rank == 0
-            else torch.zeros(int(size), dtype=torch.uint8)
-        )
-        dist.broadcast(bits, src=0, group=self.group)
-        return json.loads(bytes(bits.tolist()))
+        data = data if self.rank == 0 else bytearray(int(size))
+        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self.group)
+        return json.loads(data)
 
     def verdict(self, problem: Exception | None, what: str = ""):
         """If any rank has a problem all ranks raise: their own, or RankFailed with the first rank's."""
@@ -543,6 +570,17 @@ class Exchange:
             text, code, rank = bad[0]
             more = f" (and {len(bad) - 1} more ranks)" if len(bad) > 1 else ""
             raise RankFailed(rank, f"{what or 'check'} failed on rank {rank}: {text}{more}", code)
+
+    def on_rank_0(self, call, what: str = ""):
+        """call()'s JSON-able value on every rank; an OSError (HubError is one) on rank 0 stops all ranks."""
+        value = problem = None
+        if self.rank == 0:
+            try:
+                value = call()
+            except OSError as e:
+                problem = e
+        self.verdict(problem, what)
+        return self.broadcast(value)
 
     def barrier(self):
         self.gather(None)
@@ -588,10 +626,15 @@ class Agreement(Control, Exchange):
         """The collectives' own timeout: later than the watchdog's, which knows whom to blame. NCCL aborts a victim."""
         return timedelta(seconds=seconds + 3 * self.lost)
 
-    def first_step_done(self):
-        """Compilation and first connections are over: from here a collective may take step_timeout only."""
+    def limit_collectives(self, seconds: float):
+        """What a collective may take, on all groups but the saver's, whose ranks wait for each other's disks."""
         from torch.distributed import distributed_c10d as c10d
 
-        self.barrier()
         for group in list(c10d._world.pg_map):
-            c10d._set_pg_timeout(self._backstop(self.settings.step_timeout), group)
+            if group.group_desc != SAVER:
+                c10d._set_pg_timeout(self._backstop(seconds), group)
+
+    def first_step_done(self):
+        """Compilation and first connections are over: from here a collective may take step_timeout only."""
+        self.barrier()
+        self.limit_collectives(self.settings.step_timeout)

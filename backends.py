@@ -78,10 +78,11 @@ def choose(settings, device) -> dict:
 
 def sdpa(q, k, v, scale: float):
     """Causal attention (B, heads, T, dim) in v's dtype; query head i reads kv head i // (heads_q / heads_kv), never
-    copied. The CPU kernel works in fp32: its bf16 backward is 1.4 (T 256) to 4 (T 64) times slower."""
+    copied; a single query is the last position and sees all keys. The CPU kernel works in fp32: its bf16 backward is 1.4 (T 256) to 4 (T 64) times slower."""
     dtype = torch.promote_types(v.dtype, torch.float32) if v.device.type == "cpu" else v.dtype
     q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
-    y = F.scaled_dot_product_attention(q, k, values, is_causal=True, scale=scale, enable_gqa=True)
+    causal = q.shape[2] > 1
+    y = F.scaled_dot_product_attention(q, k, values, is_causal=causal, scale=scale, enable_gqa=True)
     return y.to(v.dtype)
 
 
@@ -129,7 +130,7 @@ def attention_problem(settings, device, kernel: str, unequal: bool) -> str | Non
         "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
     }  # fmt: skip
-    s, T = settings, 256
+    s, T = settings, min(settings.max_len, 2048)  # the run's own length: kernels fail at some lengths only
     query_dim = s.head_dim // 2 if unequal else s.head_dim
     group = (2 if s.attention == "diff_v2" else 1) * s.n_heads // s.n_kv_heads
     generator = torch.Generator(device).manual_seed(0)
@@ -194,12 +195,12 @@ def convert_fp8(model, settings, log=print):
 
 
 def compile_blocks(model, settings, log=print):
-    """torch.compile the body of every block: one graph for all layers, a new one for each (B, T) and mode."""
+    """torch.compile the body of every block, one graph for all layers, a new one for each (B, T) and mode; and the
+    elementwise part of the loss."""
     torch._dynamo.config.recompile_limit = 64  # contexts of the warm-up x (train, evaluate); the default is 8
-    failed = []
 
-    def run(block, compiled, *inputs):
-        if not failed:
+    def run(eager, compiled, *inputs):
+        if model.compiled:
             try:
                 return compiled(*inputs)
             except torch._dynamo.exc.TorchDynamoException as e:  # nothing has run yet: compiling comes first
@@ -208,9 +209,13 @@ def compile_blocks(model, settings, log=print):
                     cure = 'set use_compile=False, or "auto" to go on without it'
                     raise bad(settings, "use_compile", f"torch.compile failed ({cure}): {text}") from e
                 log(f"use_compile=auto: torch.compile FAILED, the run goes on in eager mode, slower. {text}")
-                failed.append(text)
-        return block.body(*inputs)
+                model.compiled = False
+        return eager(*inputs)
 
+    def wrapped(eager):
+        return functools.partial(run, eager, torch.compile(eager, fullgraph=True, dynamic=False))
+
+    model.compiled = True
+    model.rows_loss = wrapped(model.rows_loss)
     for block in model.layers:
-        compiled = torch.compile(block.body, fullgraph=True, dynamic=False)
-        block.run = functools.partial(run, block, compiled)
+        block.run = wrapped(block.body)

@@ -18,6 +18,11 @@ the row says `inconclusive`, whatever the medians say. One row a line, `bench CA
 The peers are in peers.py.
 """
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare()
+
 import argparse
 import json
 import math
@@ -299,7 +304,7 @@ def case_checkpoint(report: Report, options):
         begin = time.perf_counter()
         saves.save(step, "latest", shared, {}, {"step": step})
         pauses.append(time.perf_counter() - begin)
-        saves.wait()
+        saves.wait_local()
         walls.append(time.perf_counter() - begin)
 
     def plain():

@@ -270,6 +270,9 @@ class Alone:
     def barrier(self):
         pass
 
+    def busy(self, seconds):
+        pass
+
 
 def batch_of(size: dict, batch=None, context=None, seed=0):
     """Random x, y (batch, context)."""

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from agreement import SAVER, gather_json
 from sealed import (
     DTYPES,
     FORMAT,
@@ -47,7 +48,6 @@ from sealed import (
     CheckpointError,
     Writer,
     check_shared_folder,
-    check_space,
     compare,
     describe,
     export,
@@ -65,33 +65,21 @@ from sealed import (
     write_tensors,
     write_text,
 )
-from settings import Settings, SettingsError, changes
 from uploads import ROTATED, Uploads, by_serial, published
 
 __all__ = [  # what other files use, this file's and sealed.py's
-    "CheckpointError", "Checkpoints", "check_shared_folder", "check_space", "export", "read_export", "read_model",
-    "read_state", "refuse_changes", "verify",
+    "CheckpointError", "Checkpoints", "check_shared_folder", "export", "read_export", "read_model",
+    "read_state", "verify",
 ]  # fmt: skip
 KINDS = (*ROTATED, "final")
+PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def gather_json(value, group) -> list:
-    """[value of rank 0, value of rank 1, …] over a gloo group. The saver thread's own `agree.gather`."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    world = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    longest = int(max(sizes))
-    rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
-    return [json.loads(bytes(r[: int(n)].tolist())) for r, n in zip(rows, sizes, strict=True)]
 
 
 def patiently(function, agree):
     """Rank 0 runs `function` in a thread, the others hear every few seconds that it still does; its value, everywhere.
 
-    A download may take longer than any collective is allowed to."""
+    A download may take longer than any collective or stage is allowed to."""
     box = {}
 
     def work():
@@ -105,28 +93,11 @@ def patiently(function, agree):
         thread.start()
         thread.join(1.0)
     while agree.broadcast(thread.is_alive()):
+        agree.busy(PATIENCE)
         if agree.rank == 0:
             thread.join(5.0)
     agree.verdict(box.get("error"), "checkpoint")
     return agree.broadcast(box.get("value", False))
-
-
-def refuse_changes(saved: dict, now: Settings) -> list[str]:
-    """A line for each setting that differs from the saved run's, or a SettingsError for those that may not."""
-    lines, refused = [], []
-    for name, before, after, kind in changes(saved, now):
-        line = f"{name}: {before!r} -> {after!r}"
-        if kind == "model":
-            refused.append(
-                f"{line} (the saved weights have another form: start another run in another out_dir)"
-            )
-        elif kind == "math" and name not in now.allow_change:
-            refused.append(f"{line} (changes the course of the run: --allow_change={name} accepts it)")
-        else:
-            lines.append(line)
-    if refused:
-        raise SettingsError("this run was started with other settings:\n  " + "\n  ".join(refused))
-    return lines
 
 
 # --- the run's checkpoints -----------------------------------------------------------------------------------------
@@ -166,7 +137,8 @@ class Checkpoints:
         agree.verdict(problem, "checkpoints")
         self.run_id = agree.broadcast(self.run_id if agree.rank == 0 else "")
         # A rank that writes to a slow disk keeps the others waiting here, in threads that hold up nothing.
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+        patience = datetime.timedelta(hours=2)
+        self.group = dist.new_group(backend="gloo", timeout=patience, group_desc=SAVER)
         if publisher is not None and agree.rank == 0:
             self.uploads = Uploads(self.folder, self.run_id, publisher, keep, log)
 
@@ -242,8 +214,13 @@ class Checkpoints:
     def _owner_on_hub(self) -> str | None:
         """The youngest run on the Hub that had a folder of this name, or None."""
         pattern = re.compile(re.escape(self._stem()) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
-        runs = {path.split("/")[0] for path in self.publisher.list("")}
-        runs = sorted(r for r in runs if pattern.fullmatch(r))
+        paths = self.publisher.list("")
+        if pickles := sorted(p for p in paths if p.endswith(".model.pt")):
+            self.log(
+                f"the Hub repo holds {len(pickles)} checkpoints of the first Nova script, e.g. {pickles[0]}: pickles are not "
+                "supported, and never fetched or touched"
+            )
+        runs = sorted(r for r in {path.split("/")[0] for path in paths} if pattern.fullmatch(r))
         if runs:
             self.log(
                 f"nothing local: going on with run {runs[-1]} of the Hub; --resume=never starts another"
@@ -267,6 +244,11 @@ class Checkpoints:
             if manifest.get("name") == name:  # else a copy that somebody made
                 found[name] = manifest
         return found
+
+    def held(self) -> int:
+        """Bytes of this run's checkpoints here. Rotation puts new ones in their place."""
+        mine = (m for m in self._manifests().values() if m["run_id"] == self.run_id)
+        return sum(entry["size"] for m in mine for entry in m["files"].values())
 
     # --- save ---
 
@@ -426,11 +408,13 @@ class Checkpoints:
             self.log(f"old checkpoints could not be deleted: {e}")
 
     def poll(self) -> list[dict]:
-        """Receipts of saves that are finished on all ranks: [{step, kind, name, bytes, seconds, pause}]. Never waits;
-        only while a save is in flight do the ranks exchange a word."""
+        """Receipts of saves that are finished on all ranks: [{step, kind, name, bytes, seconds, pause}], on rank 0 with the
+        `upload_seconds` of the latest upload. Never waits; only while a save is in flight do the ranks exchange a word."""
         if self.flight is not None and all(self.agree.gather(self.flight[0].done)):
             self.wait_local()
         receipts, self.receipts = self.receipts, []
+        if self.uploads is not None and self.uploads.seconds is not None:
+            receipts = [r | {"upload_seconds": self.uploads.seconds} for r in receipts]
         return receipts
 
     def wait_local(self):

@@ -46,7 +46,10 @@ def python_corpus(cache: str, agree, log=print) -> str:
         if getattr(agree, "local_rank", agree.rank) == 0 and not os.path.exists(f"{folder}/metadata.json"):
             make(folder, log)
     except OSError as e:
-        problem = DataError(f"{e.filename or cache}: {os_reason(e)}; set cache_dir")
+        reason = "cannot be made" if isinstance(e, (FileNotFoundError, PermissionError)) else os_reason(e)
+        problem = DataError(
+            f"cache_dir {cache}: {reason}; --cache_dir=FOLDER takes one that this user can write"
+        )
     except Exception as e:
         problem = e
     agree.verdict(problem, "packing the Python corpus")

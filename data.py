@@ -15,6 +15,11 @@ first shards are. Every bad input is a `DataError` that names the file, the row,
     python data.py inspect DIR                                          what is in there
 """
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare()
+
 import dataclasses
 import difflib
 import hashlib

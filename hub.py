@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -395,6 +396,16 @@ class Publisher(Remote):
         shutil.rmtree(part, ignore_errors=True)
         os.replace(staging, folder)
         return str(folder)
+
+    def trial(self, prefix: str, size: int = 16_000_000) -> float:
+        """Publish `size` random bytes below the folder `prefix`, verify them there, delete them: bytes per second."""
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "trial.bin").write_bytes(os.urandom(size))
+            start = time.monotonic()
+            self.upload(folder, prefix)
+            seconds = time.monotonic() - start
+        self.delete(prefix)
+        return size / seconds
 
     def delete(self, prefix: str) -> int:
         """Remove the files below the folder `prefix`, and nothing else, from the newest commit; how many there were."""

@@ -32,8 +32,10 @@ metrics.jsonl: one strict JSON object a line (a number that is not finite is nul
 All rows also carry "step" and "time" (unix seconds).
 """
 
+import contextlib
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -246,7 +248,7 @@ class Metrics:
         self.peak, self.peak_source = device_peak(device) if main else (None, "")
         self.end_step = settings.steps
         self.tracker = self._tracker() if main else None
-        self.said_matplotlib = False
+        self.complained: set[str] = set()  # files that could not be written, said once
         if main:
             os.makedirs(out_dir, exist_ok=True)
             self.path = os.path.join(out_dir, "metrics.jsonl")
@@ -265,14 +267,27 @@ class Metrics:
         """Append one row to metrics.jsonl."""
         if self.main:
             row = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(values)}
-            self.file.write(json.dumps(row, allow_nan=False) + "\n")
+            with self.disk_trouble("metrics.jsonl"):
+                self.file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def journal(self):
         """Record the time used so that a kill cannot lose it."""
         self.journalled = self.clock()
-        write_json(
-            os.path.join(self.out_dir, "time.json"), {"seconds": self.used(), "launches": self.restarts + 1}
-        )
+        with self.disk_trouble("time.json"):
+            write_json(
+                os.path.join(self.out_dir, "time.json"),
+                {"seconds": self.used(), "launches": self.restarts + 1},
+            )
+
+    @contextlib.contextmanager
+    def disk_trouble(self, name: str):
+        """A full disk costs rows, not the run: as a failed save does. Said once for each file."""
+        try:
+            yield
+        except OSError as e:
+            if name not in self.complained:
+                self.log(f"{name} in {self.out_dir} is NOT WRITTEN ({e.strerror or e}); training goes on")
+            self.complained.add(name)
 
     def used(self) -> float:
         """Seconds used by this run, over all launches."""
@@ -288,10 +303,10 @@ class Metrics:
 
     def state(self) -> dict:
         """JSON for the checkpoint."""
-        return {
+        return finite({
             "tokens": self.tokens, "bad_steps": self.bad_steps, "losses": list(self.losses), "best": self.best,
             "time": self.time, "last_evaluation": self.last_evaluation, "used": self.used(),
-        }  # fmt: skip
+        })  # fmt: skip
 
     def load_state(self, state: dict):
         """Continue with a checkpoint's totals; then call launch(step)."""
@@ -487,22 +502,30 @@ class Metrics:
             self.picture()
             if self.tracker:
                 self.tracker.log({f"report/{k}": v for k, v in report.items() if isinstance(v, (int, float))})
-                self.tracker.finish()
         return report
 
     def picture(self):
         """loss.png, or once the line that says how to get it."""
         try:
-            draw(
-                {os.path.basename(self.out_dir) or "run": read_rows(self.path)},
-                os.path.join(self.out_dir, "loss.png"),
-            )
+            with self.disk_trouble("loss.png"):
+                draw(
+                    {os.path.basename(self.out_dir) or "run": read_rows(self.path)},
+                    os.path.join(self.out_dir, "loss.png"),
+                )
         except ImportError:
-            if not self.said_matplotlib:
+            if "matplotlib" not in self.complained:
                 self.log(
                     "loss.png needs matplotlib: pip install matplotlib (the numbers are in metrics.jsonl)"
                 )
-            self.said_matplotlib = True
+            self.complained.add("matplotlib")
+
+    def close(self):
+        """The launch ends: the time of its last save and upload is journalled, the tracker told."""
+        if self.main:
+            self.journal()
+            if self.tracker:
+                self.tracker.finish()
+                self.tracker = None
 
     def _tracker(self):
         name = self.settings.tracker
@@ -581,13 +604,10 @@ def draw(curves: dict[str, list[dict]], path: str):
     os.replace(path + ".tmp", path)
 
 
-def smooth(values: list[float], window: int = 20) -> list[float]:
-    """Mean of each value and the ones before it, up to `window`."""
-    recent, total, out = deque(), 0.0, []
-    for value in values:
-        recent.append(value)
-        total += value
-        if len(recent) > window:
-            total -= recent.popleft()
-        out.append(total / len(recent))
+def smooth(values: list[float], reach: int = 10) -> list[float]:
+    """Mean of each value and up to `reach` on either side, as many on both: a trailing mean lags where the loss falls."""
+    sums, out = [0.0, *itertools.accumulate(values)], []
+    for i in range(len(values)):
+        r = min(reach, i, len(values) - 1 - i)
+        out.append((sums[i + r + 1] - sums[i - r]) / (2 * r + 1))
     return out

@@ -82,16 +82,12 @@ class Attention(nn.Module):
     and of k are its two streams of D/2, as in the first Nova script. That script rotated pairs across the two streams
     (scores then depended on absolute positions), split v too, and never subtracted."""
 
-    unequal = (
-        False  # "diff" in one call with q, k of D/2 and v of D: needs a kernel for it, see choose_attention
-    )
-
     def __init__(self, s):
         super().__init__()
         self.form, self.H, self.K, self.D = s.attention, s.n_heads, s.n_kv_heads, s.head_dim
         self.streams = 2 if self.form == "diff" else 1
         self.unequal = (
-            False  # two_streams in one call: needs a kernel for q, k of D/2 with v of D (backends.py)
+            False  # two_streams in one call: choose_attention found a kernel for q, k of D/2 with v of D
         )
         query_maps = 2 * self.H if self.form == "diff_v2" else self.H
         self.rows = (query_maps * self.D, self.K * self.D, self.K * self.D)  # q | k | v
@@ -106,13 +102,16 @@ class Attention(nn.Module):
         self.head_gate = nn.Parameter(torch.ones(self.H)) if s.head_gate else None
         self.gate_proj = nn.Linear(s.d_model, self.H, bias=False) if s.attn_gate else None
 
-    def forward(self, x, cos, sin, keep):
-        """x (B, T, d_model), normed; cos, sin (T, D/streams) fp32; keep = 1 - lambda_0, 0-dim fp32."""
+    def forward(self, x, cos, sin, keep, cache=None):
+        """x (B, T, d_model), normed; cos, sin (T, D/streams) fp32; keep = 1 - lambda_0, 0-dim fp32; cache(k, v) returns
+        those of all positions so far (sample.py)."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x).split(self.rows, -1)
         q = self.position(q, self.q_norm.scale, cos, sin)  # (B, T, query maps, streams, D/streams)
         k = self.position(k, self.k_norm.scale, cos, sin)
         v = v.view(B, T, self.K, self.D)
+        if cache is not None:
+            k, v = cache(k, v)
         if self.form == "diff":
             y1, y2 = self.two_streams(q, k, v)
             y = rms_norm(y1 - self.diff_lambda[:, None] * y2, self.h_norm.scale) * keep
@@ -173,9 +172,9 @@ class Block(nn.Module):
         self.ffn_hidden = s.ffn_hidden
         self.run = self.body  # or its compiled form, see compile_blocks
 
-    def forward(self, x, cos, sin, keep):
+    def forward(self, x, cos, sin, keep, *cache):
         """x (B, T, d_model) -> the same; the tables are fp32 and must not be cast."""
-        return self.run(x, cos, sin, keep)
+        return self.run(x, cos, sin, keep, *cache)
 
     def body(self, *inputs):
         if self.checkpointing == "none" or not torch.is_grad_enabled():
@@ -186,8 +185,8 @@ class Block(nn.Module):
             context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
         return checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False, **context)
 
-    def layer(self, x, cos, sin, keep):
-        x = self.add(x, self.ls_a, self.attn(self.attn_norm(x), cos, sin, keep))
+    def layer(self, x, cos, sin, keep, *cache):
+        x = self.add(x, self.ls_a, self.attn(self.attn_norm(x), cos, sin, keep, *cache))
         return self.add(x, self.ls_f, self.ffn(self.ffn_norm(x)))
 
     @staticmethod
@@ -215,6 +214,35 @@ def save_policy(ffn_hidden: int, context, operation, *inputs, **kwargs):
 # --- loss ----------------------------------------------------------------------------------------------------
 
 
+def rows_loss(logits, targets, vocab: int, cap: float, z_loss: float, training: bool):
+    """Of logits (n, padded vocab), which are overwritten, and targets (n,): cross-entropy (n,), 0 where ignored, and the
+    sum of the z-loss, both fp32; the gradient (n, padded vocab) in the logits' dtype, None unless training.
+
+    Elementwise work of many passes, which a compiler makes few (compile_blocks): the target's own entry is made apart,
+    so that nothing in between has to be stored."""
+    dtype, valid, target = logits.dtype, targets >= 0, targets.clamp(min=0)[:, None]
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    slope = None
+    if cap:
+        tanh = logits.div_(cap).tanh_()
+        logits = tanh * cap
+        slope = tanh.square_().neg_().add_(1)
+    logits[:, vocab:] = -math.inf  # padded ids have no probability
+    lse = logits.logsumexp(1)
+    loss = (lse - logits.gather(1, target)[:, 0]) * valid
+    regulariser = z_loss * (lse.square() * valid).sum() if z_loss else None
+    if not training:
+        return loss, regulariser, None
+    grad = logits.sub_(lse[:, None]).exp_()  # probabilities
+    if z_loss:
+        grad.mul_((1 + 2 * z_loss * lse)[:, None])
+    own = grad.gather(1, target) - 1
+    if cap:
+        own, grad = own * slope.gather(1, target), grad.mul_(slope)
+    grad, own = grad.mul_(valid[:, None]).to(dtype), own * valid[:, None]
+    return loss, regulariser, grad.scatter_(1, target, own.to(dtype))
+
+
 class SoftcapCrossEntropy(torch.autograd.Function):
     """Sum of cross-entropy(cap * tanh(x W^T / cap)) + z_loss * logsumexp^2, without the (tokens, vocab) logits.
 
@@ -225,7 +253,9 @@ class SoftcapCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab: int, cap: float, z_loss: float, chunk: int):
+    def forward(
+        ctx, x, weight, targets, vocab: int, cap: float, z_loss: float, chunk: int, rows_loss=rows_loss
+    ):
         """x (N, d), weight (padded vocab, d), targets (N,), -1 ignored -> loss sum (), cross-entropy (N,); fp32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -234,32 +264,19 @@ class SoftcapCrossEntropy(torch.autograd.Function):
         token_loss = torch.empty(x.shape[0], dtype=wide, device=x.device)
         for start in range(0, x.shape[0], chunk):
             rows = slice(start, start + chunk)
-            valid = targets[rows] >= 0
-            target = targets[rows].clamp(min=0)[:, None]
-            logits = F.linear(x[rows], weight).to(wide)  # (chunk, padded vocab)
-            tanh = None
-            if cap:
-                tanh = logits.div_(cap).tanh_()
-                logits = tanh * cap
-            logits[:, vocab:] = -math.inf  # padded ids have no probability
-            lse = logits.logsumexp(1)
-            token_loss[rows] = (lse - logits.gather(1, target)[:, 0]) * valid
+            logits = F.linear(x[rows], weight)
+            training = dx is not None or dw is not None
+            token_loss[rows], regulariser, grad = rows_loss(
+                logits, targets[rows], vocab, cap, z_loss, training
+            )
             total += token_loss[rows].sum()
             if z_loss:
-                total += z_loss * (lse.square() * valid).sum()
-            if dx is None and dw is None:
-                continue
-            grad = logits.sub_(lse[:, None]).exp_()  # probabilities
-            if z_loss:
-                grad.mul_((1 + 2 * z_loss * lse)[:, None])
-            grad.scatter_add_(1, target, torch.full_like(lse, -1.0)[:, None])
-            if cap:
-                grad.mul_(tanh.square_().neg_().add_(1))
-            grad = grad.mul_(valid[:, None]).to(x.dtype)
+                total += regulariser
             if dx is not None:
                 dx[rows] = grad @ weight
             if dw is not None:
                 dw += grad.t() @ x[rows]
+            del logits, grad  # or the next chunk's logits would lie beside them
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(token_loss)
@@ -271,7 +288,7 @@ class SoftcapCrossEntropy(torch.autograd.Function):
         # scale is 1 / tokens: rounded to bf16 it would change every gradient of the blocks by up to 0.4 %
         dx = None if dx is None else (dx.to(scale.dtype) * scale).to(dx.dtype)
         dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None
 
 
 # --- the model -----------------------------------------------------------------------------------------------
@@ -295,18 +312,24 @@ class Nova(nn.Module):
             self.lm_head = nn.Linear(s.d_model, s.padded_vocab_size, bias=False)
         self.tables = None  # RoPE tables and 1 - lambda_0: see constants
         self.ids_checked = False
-        self.fp8 = False  # set by convert_fp8
+        self.fp8 = self.compiled = False  # set by convert_fp8 and compile_blocks
+        self.rows_loss = rows_loss  # or its compiled form, see compile_blocks
 
-    def forward(self, ids, targets=None):
+    def forward(self, ids, targets=None, caches=None):
         """ids (B, T) int64 -> logits (B, T, padded vocab) fp32, padded ids -inf; with targets (B, T), the *next* tokens,
-        -1 ignored -> (loss sum (), the gradient's root; cross-entropy (B, T), detached, 0 where ignored), both fp32."""
+        -1 ignored -> (loss sum (), the gradient's root; cross-entropy (B, T), detached, 0 where ignored), both fp32.
+
+        caches: a sample.Cache per layer; ids then go on after the positions that these hold, one at a time."""
         self.check(ids, targets)
         s = self.settings
         cos, sin, keep = self.constants(ids.device)
-        cos, sin = cos[: ids.shape[1]], sin[: ids.shape[1]]
+        begin = caches[0].length if caches else 0
+        if begin and ids.shape[1] > 1 or begin + ids.shape[1] > s.max_len:
+            raise ModelError(f"ids {tuple(ids.shape)} after {begin} cached positions of at most {s.max_len}")
+        cos, sin = (table[begin : begin + ids.shape[1]] for table in (cos, sin))
         x = self.embed(ids)  # (B, T, d_model)
-        for block, block_keep in zip(self.layers, keep, strict=True):
-            x = block(x, cos, sin, block_keep)
+        for i, block in enumerate(self.layers):
+            x = block(x, cos, sin, keep[i], *([caches[i]] if caches else []))
         x = self.norm(x)
         head = self.embed.weight if self.lm_head is None else self.lm_head.weight
         if targets is None:
@@ -316,9 +339,14 @@ class Nova(nn.Module):
                 logits = s.logit_softcap * torch.tanh(logits / s.logit_softcap)
             logits[..., s.vocab_size :] = -math.inf
             return logits
+        if (
+            not torch.is_grad_enabled()
+        ):  # a function's needs_input_grad does not know: evaluation would make dW
+            head = head.detach()
         loss, token_loss = SoftcapCrossEntropy.apply(
-            x.flatten(0, 1), head, targets.flatten(), s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk
-        )
+            x.flatten(0, 1), head, targets.flatten(), s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk,
+            self.rows_loss,
+        )  # fmt: skip
         return loss, token_loss.view(targets.shape)
 
     def constants(self, device):
@@ -431,24 +459,6 @@ def init_weights(model, settings):
             rows.normal_(0, value, generator=generator)
             low, high = max(first, start), min(first + rows.shape[0], start + local.shape[0])
             local[low - start : high - start] = rows[low - first : high - first]
-
-
-@torch.no_grad()
-def fingerprint(model) -> dict[str, str]:
-    """A 64-bit hash of the bits of this rank's part of each parameter; it changes when two values change places."""
-    names, sums = [], []
-    for name, p in model.named_parameters():
-        flat = local_rows(p)[0].detach().contiguous().flatten()
-        bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for start in range(0, bits.numel(), 2**24):  # int64 arithmetic wraps, like C's
-            part = bits[start : start + 2**24].to(torch.int64)
-            place = torch.arange(start, start + part.numel(), device=flat.device)
-            mixed = (part ^ (place * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
-            total += ((mixed ^ (mixed >> 29)) * 0x14D049BB133111EB).sum()
-        names.append(name)
-        sums.append(total)
-    return {n: f"{v & (2**64 - 1):016x}" for n, v in zip(names, torch.stack(sums).tolist(), strict=True)}
 
 
 # --- building ------------------------------------------------------------------------------------------------

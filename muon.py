@@ -446,8 +446,6 @@ def load_optimizer_state(model: nn.Module, optimizers: list, shared: dict, own: 
                 optimizer.set_moments(
                     p, *(shared[f"{key}.{k}"] for k in ("exp_avg", "exp_avg_sq", "step")), mine
                 )
-    if not any(isinstance(o, AdamW8bit) for o in optimizers):
-        codes = {}
     for key, tensor in live.items():
         if tensor is not shared[key]:
             local(tensor).copy_(local(shared[key]))

@@ -1,4 +1,4 @@
-"""Text -> shards: `python data.py pack`, `python data.py inspect`, and the corpus that every Python installation carries.
+"""Text -> shards: `python data.py pack`, `python data.py inspect`. (corpus.py packs the quickstart's text with it.)
 
     python data.py pack OUT [--tokenizer=bytes|PATH/tokenizer.json] [options] domain=GLOB [domain=GLOB …]
 
@@ -23,7 +23,6 @@ import numpy as np
 
 from shards import DataError, FolderSource, Shard, Tokenizer, check_domains, is_val, os_reason, permutation
 
-CORPUS_VERSION = 1  # of the Python corpus: raise it when the recipe changes
 PIECE = 1 << 20  # bytes of a document that are tokenised at once: bounds the memory
 SHARD_TOKENS = 1 << 26  # 134 MB of uint16
 MAX_VAL = 1 << 24  # bytes: enough for any evaluation

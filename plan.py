@@ -14,6 +14,11 @@ ends inside the warm-up; the last lines name the setting to change.
 Bytes are bytes (GB = 1e9), memory is per GPU, times are seconds. FLOPs count forward and backward.
 """
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare()
+
 import dataclasses
 import json
 import math
@@ -381,6 +386,24 @@ def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: i
     }
 
 
+LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)  # of a container: v2, v1
+
+
+def host_memory() -> float:
+    """Bytes that the processes of this machine, or of this container, may use."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in LIMITS:
+        try:
+            with open(path, encoding="utf-8") as f:
+                limits.append(int(f.read()))
+        except (OSError, ValueError):  # another version's, or "max"
+            pass
+    return float(min(limits))
+
+
 def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     """The plan of `settings` on `gpus` devices of one kind. Raises SettingsError where the batch does not divide."""
     from model import count_params
@@ -399,9 +422,7 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     total = parameters["total"]
     capacity = device.memory * USABLE
     if device.name.startswith("CPU"):
-        device = dataclasses.replace(
-            device, memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / gpus
-        )
+        device = dataclasses.replace(device, memory=host_memory() / gpus)
         capacity = device.memory * USABLE
 
     def fits(micro_batch, **changes) -> bool:
@@ -509,7 +530,8 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
         warn("FSDP's traffic is not hidden behind compute: raise micro_batch, or set shard_size (HSDP)")
     if s.use_fp8 == "auto" and result.facts["fp8"] and s.fp8_recipe == "rowwise":
         warn(
-            "fp8_recipe=rowwise gained 10 % where tensorwise gained 25 % on a published 8B: measure with bench.py --gpu"
+            "fp8_recipe=rowwise gained 10 % on a published 8B (25 % there needed tensorwise and float8 all-gather, not used "
+            "here): measure with bench.py --gpu"
         )
     if result.facts["fp8"] and not result.facts["compile"]:
         warn("fp8 without compile is slower than bf16: use_compile=True, or use_fp8=off")

@@ -3,6 +3,11 @@
 Reads the exported weights of a run, or its newest checkpoint, or an export folder. The same seed gives the same text.
 """
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare()
+
 import argparse
 import os
 import sys
@@ -22,25 +27,50 @@ def next_token(
     return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
 
 
+class Cache:
+    """One layer's keys (B, T, K, streams, D/streams), normed and rotated, and values (B, T, K, D) so far, T <= max_len."""
+
+    def __init__(self, max_len: int):
+        self.max_len, self.length = max_len, 0
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append; return all of them."""
+        if self.length == 0:
+            self.k, self.v = (t.new_empty(t.shape[0], self.max_len, *t.shape[2:]) for t in (k, v))
+        begin, self.length = self.length, self.length + k.shape[1]
+        self.k[:, begin : self.length], self.v[:, begin : self.length] = k, v
+        return self.k[:, : self.length], self.v[:, : self.length]
+
+
 @torch.no_grad()
 def generate(
-    model, ids: list[int], n_tokens: int, max_len: int, device, temperature=0.8, top_k=50, seed=0, pad=False
-) -> list[int]:
-    """`n_tokens` ids that continue `ids` (at least one). The context is the last `max_len` ids; `pad` fills it up on the
-    right, which changes nothing before and spares a compiled model a new graph for every length.
+    model, ids: list[int], n_tokens: int, max_len: int, device, temperature=0.8, top_k=50, seed=0,
+    pad=1, cached=False,
+) -> list[int]:  # fmt: skip
+    """`n_tokens` ids that continue `ids` (at least one). The context is the last `max_len` ids at first; when it is full
+    the newer half goes on, at position 0 again.
 
+    pad: fill the context up to a multiple of `pad`, at most max_len, which changes nothing before: a new graph, or on a
+    CPU new kernels, for every length cost time and memory. cached: keep keys and values, so that a token costs one
+    position and not the whole context.
     Never stops early: under FSDP every rank must call the model equally often, so all ranks call this alike.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids, start = list(ids), len(ids)
+    ids, prompt = list(ids), len(ids)
+    begin, caches = max(0, prompt - max_len), None
     for _ in range(n_tokens):
-        context = ids[-max_len:]
+        if len(ids) - begin > max_len:
+            begin, caches = len(ids) - (max_len + 1) // 2, None
+        context = ids[begin:]
         last = len(context) - 1
-        context = torch.tensor(
-            [context + [0] * (max_len - len(context) if pad else 0)], device=device
-        )  # (1, T)
-        ids.append(next_token(model(context)[0, last], temperature, top_k, generator))
-    return ids[start:]
+        if caches:
+            context, last = context[-1:], 0
+        elif cached:
+            caches = [Cache(max_len) for _ in model.layers]
+        room = min(-len(context) % pad, max_len - len(context))
+        context = torch.tensor([context + [0] * room], device=device)  # (1, T)
+        ids.append(next_token(model(context, caches=caches)[0, last], temperature, top_k, generator))
+    return ids[prompt:]
 
 
 def load(path: str):
@@ -86,7 +116,7 @@ def main(argv=None):
     for i in range(arguments.samples):
         ids = generate(
             model, prompt, arguments.tokens, settings.max_len, device,
-            arguments.temperature, arguments.top_k, arguments.seed + i,
+            arguments.temperature, arguments.top_k, arguments.seed + i, cached=True,
         )  # fmt: skip
         if tokenizer.eot in ids:
             ids = ids[: ids.index(tokenizer.eot)]

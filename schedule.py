@@ -24,9 +24,9 @@ moves, what is left of the cosine is stretched or squeezed into the steps that a
 
 Branching a stable phase into a decay (`schedule_from`): one long wsd run at peak rate, several short endings.
 
-    torchrun … train_nova.py config/h200_8x.py --schedule=wsd --total_steps=250000 --out_dir=out/long   # keeps milestones
-    torchrun … train_nova.py config/h200_8x.py --schedule=wsd --schedule_from=out/long/milestone-0020000 \\
-                             --total_steps=24000 --out_dir=out/ending-24k        # decays over steps 20000 … 23999
+    torchrun … train_nova.py config/h200_8x.py --schedule=wsd --out_dir=out/long                        # keeps milestones
+    torchrun … train_nova.py config/h200_8x.py --schedule=wsd --target_tokens=None --total_steps=24000 \\
+        --out_dir=out/ending-24k --schedule_from=out/long/checkpoints/step-00020000-milestone-0041    # decays from 20000
 
 The branch continues at the checkpoint's step with its weights, optimizer and data position, under its own
 `total_steps`: the decay begins at `(1 - decay_frac) * total_steps`, or at the branching point if that is later.

@@ -230,7 +230,7 @@ def check_shared_folder(folder: str, agree, patience: float = 10.0):
             os.makedirs(folder, exist_ok=True)
             write_text(marker, token)
         except OSError as e:
-            problem = CheckpointError(f"out_dir {folder} can't be written: {e}")
+            problem = CheckpointError(f"out_dir {folder} can't be written: {e}; set --out_dir=FOLDER")
     agree.verdict(problem, "shared folder")
     token, seen, end = agree.broadcast(token), None, time.monotonic() + patience
     while seen != token and time.monotonic() < end:  # a network file system may show a new file late
@@ -246,16 +246,6 @@ def check_shared_folder(folder: str, agree, patience: float = 10.0):
     agree.verdict(problem, "shared folder")
     if agree.rank == 0:
         os.unlink(marker)
-
-
-def check_space(folder: str, bytes_needed: float):
-    """Raise CheckpointError unless the file system of `folder` has that many bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < bytes_needed:
-        raise CheckpointError(
-            f"{folder} has {free / 1e9:.1f} GB free, its checkpoints need {bytes_needed / 1e9:.1f} GB: "
-            "free space, choose another out_dir, or lower ckpt_keep"
-        )
 
 
 def layout_of(shared: dict) -> str:
@@ -346,30 +336,32 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EX
     except (OSError, CheckpointError) as e:
         problem = e
     agree.verdict(problem, "export")
+    entries = {}  # of the manifest: the hashes of what was written, since reading 30 GB again would keep all ranks waiting
     for title, names in zip(titles, files, strict=True):
         whole = {}
         for name in names:
             value = tensors[name].detach()
-            value = (
-                value.full_tensor() if isinstance(value, DTensor) else value
-            )  # all ranks, one tensor at a time
+            if isinstance(value, DTensor):  # all ranks, tensor by tensor, on the mesh's device (cpu_offload!)
+                value = value.to(value.device_mesh.device_type).full_tensor()
             if agree.rank == 0:
                 whole[name] = value.to("cpu").contiguous()
         try:
             if agree.rank == 0:
-                write_tensors(os.path.join(temporary, title), whole, {"format": "pt"})
+                entries[title] = write_tensors(os.path.join(temporary, title), whole, {"format": "pt"})
         except Exception as e:
             problem = CheckpointError(f"export to {folder}: {e}")
         agree.verdict(problem, "export")
     try:
         if agree.rank == 0:
-            _finish_export(folder, temporary, text, dict(zip(titles, files, strict=True)))
+            _finish_export(folder, temporary, text, dict(zip(titles, files, strict=True)), entries)
     except OSError as e:
         problem = CheckpointError(f"export to {folder}: {e}")
     agree.verdict(problem, "export")
 
 
-def _finish_export(folder: str, temporary: str, text: str, files: dict[str, list[str]]):
+def _finish_export(
+    folder: str, temporary: str, text: str, files: dict[str, list[str]], entries: dict[str, dict]
+):
     """Rank 0: configuration, index, manifest, and the exchange of folders."""
     write_text(os.path.join(temporary, "config.json"), text)
     if len(files) > 1:
@@ -379,12 +371,10 @@ def _finish_export(folder: str, temporary: str, text: str, files: dict[str, list
             "weight_map": {n: f for f, names in files.items() for n in names},
         }
         write_text(os.path.join(temporary, "model.safetensors.index.json"), to_json(index, "index"))
-    entries = {}
-    for name in sorted(files_below(temporary)):
+    for name in set(files_below(temporary)) - set(entries):
         entries |= describe(temporary, name)
-    write_text(
-        os.path.join(temporary, "manifest.json"), seal({"format": FORMAT, "kind": "export", "files": entries})
-    )
+    manifest = {"format": FORMAT, "kind": "export", "files": dict(sorted(entries.items()))}
+    write_text(os.path.join(temporary, "manifest.json"), seal(manifest))
     if os.path.exists(folder):
         shutil.rmtree(folder + ".old", ignore_errors=True)
         os.rename(folder, folder + ".old")

@@ -11,6 +11,7 @@ The checks get an agreement object and values, and know nothing of the model, th
 checking every element: NVIDIA's nccl-tests.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -29,13 +30,12 @@ import torch
 import torch.distributed as dist
 
 from agreement import NOBODY, StartupError
+from sharded import local
 
 NEXT = "Next: nvidia-smi topo -m; dmesg -T | grep Xid; NOVA_NCCL_SAFE=1 avoids the peer-to-peer paths"
 BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Express steps end in [0.86, 1.14]
 WELL = 0.02  # directions above this share of a gradient's norm must be orthogonalised; weaker ones may lag
 OPERATIONS = "all_gather_into_tensor reduce_scatter_tensor all_reduce broadcast all_to_all_single".split()
-
-ADAM_EPSILON = 1e-8  # AdamW's first step is rate * g / (|g| + epsilon)
 
 
 # --- checks of the machine ----------------------------------------------------------------------------------------
@@ -66,6 +66,21 @@ def shorten(value, room: int = 300) -> str:
     return text if len(text) <= room else text[:room] + "…"
 
 
+@functools.cache
+def code() -> dict[str, str]:
+    """{file: sha256} of the code of this folder, read once: what runs, whatever is edited meanwhile."""
+    folder, found = os.path.dirname(os.path.abspath(__file__)), {}
+    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
+        with open(os.path.join(folder, name), "rb") as f:
+            found[name] = hashlib.sha256(f.read()).hexdigest()
+    return found
+
+
+def code_digest() -> str:
+    """One sha256 of all of it, kept in each checkpoint."""
+    return hashlib.sha256(json.dumps(code()).encode()).hexdigest()
+
+
 def versions(device) -> dict:
     """What must be alike on all ranks: packages, GPU, driver, NCCL, and the code of this folder."""
     facts = {"python": platform.python_version(), "torch": torch.__version__, "device": device.type}
@@ -74,10 +89,7 @@ def versions(device) -> dict:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = None
-    folder = os.path.dirname(os.path.abspath(__file__))
-    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
-        with open(os.path.join(folder, name), "rb") as f:
-            facts[name] = hashlib.sha256(f.read()).hexdigest()[:12]
+    facts |= {name: digest[:12] for name, digest in code().items()}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         facts |= {"gpu": p.name, "sm": f"{p.major}.{p.minor}", "memory": f"{p.total_memory / 2**30:.0f} GiB"}
@@ -110,17 +122,20 @@ def matmul_bits(device, size: int, seed: int = 1234) -> tuple[str, bool]:
     return hashlib.sha256(bits).hexdigest(), bool(product.isfinite().all())
 
 
-def matmul_rate(device, size: int, repeats: int = 10) -> float:
-    """TFLOP/s of bf16 matrix products (size, size)."""
+def matmul_rate(device, size: int) -> float:
+    """TFLOP/s of bf16 matrix products (size, size): the best of five rounds, since a round of milliseconds that another
+    thread of the host delays must not pass for a slow device."""
+    repeats = 50 if device.type == "cuda" else 10
     a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
-    for timed in (False, True):  # the first round warms clocks and caches
+    seconds = []
+    for _ in range(5):  # the first rounds warm clocks and caches
         start = time.perf_counter()
         for _ in range(repeats):
             a @ a
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if timed:
-            return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 * repeats / min(seconds) / 1e12
 
 
 def check_device(agree, log=print):
@@ -206,10 +221,12 @@ def check_storage(agree, out_dir: str, need: int, log=print):
         os.remove(path)
         free = shutil.disk_usage(out_dir).free
         if free < need:
-            text = f"{out_dir} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed"
-            problem = StartupError(f"{text}: set out_dir, or lower ckpt_keep")
+            text = (
+                f"{out_dir} has {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB are needed for its checkpoints"
+            )
+            problem = StartupError(f"{text}: set --out_dir to a larger disk, or lower ckpt_keep")
         elif agree.rank == 0:
-            log(f"storage: {out_dir} read back, {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed")
+            log(f"storage: {out_dir} read back, {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB needed")
     except OSError as e:
         problem = StartupError(f"{out_dir} on {socket.gethostname()}: {e.strerror or e}")
     if problem:
@@ -301,24 +318,45 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
     return wrong, speed
 
 
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fingerprint(named_parameters) -> dict[str, str]:
+    """{name: 64-bit hash of the bits of this rank's part}; it changes when two values change places, and when all move by
+    the same amount up or down, as in AdamW's first step, which a plain sum does not see."""
+    names, sums = [], []
+    for name, p in named_parameters:
+        flat = local(p).contiguous().flatten()
+        bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for start in range(0, bits.numel(), 2**24):  # int64 arithmetic wraps, like C's
+            part = bits[start : start + 2**24].to(torch.int64)
+            place = torch.arange(start, start + part.numel(), device=flat.device)
+            mixed = (part ^ (place * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
+            total += ((mixed ^ (mixed >> 29)) * 0x14D049BB133111EB).sum()
+        names.append(name)
+        sums.append(total)
+    return {n: f"{v & (2**64 - 1):016x}" for n, v in zip(names, torch.stack(sums).tolist(), strict=True)}
+
+
+def check_weights(agree, named_parameters, shard: int, log=print):
+    """Weights are finite, and ranks that hold the same `shard` (the replicas of an HSDP run) hold the same bits."""
+    parameters = list(named_parameters)
+    prints = fingerprint(parameters)
+    everyone = agree.gather([shard, prints])
+    for rank, (other_shard, other) in enumerate(everyone):
+        odd = [name for name in prints if other[name] != prints[name]] if other_shard == shard else []
+        if odd:
+            raise StartupError(f"ranks {agree.rank} and {rank} are replicas but differ in {odd[:3]}", rank)
+    bad = [name for name, p in parameters if not local(p).isfinite().all()]
+    problem = StartupError(f"weights that are not finite: {bad[:3]}") if bad else None
+    agree.verdict(problem, "model check")
+    whole = hashlib.sha256(str(everyone).encode()).hexdigest()
+    log(f"weights: {len(prints)} tensors, finite; fingerprint of all ranks' bits {whole[:16]}")
+
+
 # --- proof of the first step ----------------------------------------------------------------------------------------
-
-
-def local(tensor):
-    """This rank's shard of a DTensor, or the tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def bits_hash(tensor) -> int:
-    """A hash of the bits of this rank's part. Each place has its own odd weight: AdamW's first step moves all entries by
-    the same amount up or down, so that a plain sum over equal values can come out unchanged."""
-    bits = local(tensor.detach()).contiguous().flatten().view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), 1 << 24):  # int64 arithmetic wraps
-        part = bits[start : start + (1 << 24)].to(torch.int64)
-        place = torch.arange(start, start + part.numel(), device=bits.device)
-        total += (part * (place * 0x1E3779B97F4A7C15 * 2 + 1)).sum()
-    return int(total)
 
 
 class FirstStepProof:
@@ -350,7 +388,7 @@ class FirstStepProof:
 
     def before_update(self):
         """After backward and clip: how many elements of each gradient are not zero, or not finite."""
-        self.bits = [bits_hash(p) for _, p in self.parameters]
+        self.bits = fingerprint(self.parameters)
         self.gradients, self.largest = [], []
         for name, p in self.parameters:
             g = None if p.grad is None else local(p.grad)
@@ -359,16 +397,18 @@ class FirstStepProof:
             self.gradients.append((0 if g is None else int(g.count_nonzero()), int(not finite), rows))
             self.largest.append(0.0 if g is None or not g.numel() else float(g.abs().max()))
 
-    def after_update(self, rate: float):
-        """After the optimizers: which parameters moved. `rate` is the smallest rate of the step. Standing still is no
-        fault where the step is below the fp32 resolution of a parameter's values: norm scales of 1 early in a long
-        warm-up; or gradients far below AdamW's epsilon, such as that of lambda, which the head norm cancels at first."""
+    def after_update(self, rate: float, epsilon: float = 1e-8):
+        """After the optimizers: which parameters moved. `rate` is the smallest rate of the step, `epsilon` AdamW's, whose
+        first step is rate * g / (|g| + epsilon). Standing still is no fault where the step is below the fp32 resolution of
+        a parameter's values (norm scales of 1 early in a long warm-up), or where gradients are far below epsilon (lambda,
+        which the head norm cancels at first)."""
         self.moved = []
-        for (_, p), before, gradient in zip(self.parameters, self.bits, self.largest, strict=True):
-            values = local(p.detach())
+        bits = fingerprint(self.parameters)
+        for (name, p), gradient in zip(self.parameters, self.largest, strict=True):
+            values = local(p)
             largest = float(values.abs().max()) if values.numel() else 0.0
-            step = rate * gradient / (gradient + ADAM_EPSILON)
-            self.moved.append((int(bits_hash(p) != before), int(step < largest * 2.0**-22)))
+            step = rate * gradient / (gradient + epsilon)
+            self.moved.append((int(bits[name] != self.bits[name]), int(step < largest * 2.0**-22)))
 
     def conclude(self, loss: float, grad_norm: float, expected_loss: float | None = None):
         """Print one line for each part; raise StartupError or RankFailed on all ranks if any part fails. `loss` is in

@@ -71,7 +71,9 @@ class Settings:
         "auto", "float8 block matrices; auto: on sm_90 and newer", MATH
     )
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting(
-        "rowwise", "torchao scaling; 8B, 8xH100: tensorwise +25 %, rowwise +10 % (torchao)", MATH
+        "rowwise",
+        "torchao scaling; rowwise: +10 % on 8B (torchao). tensorwise's +25 % had fp8 all-gather, not used here",
+        MATH,
     )
     fp8_emulate: bool = setting(False, "compute float8 in software: for tests on machines without it", MATH)
     use_compile: Literal["auto"] | bool = setting(
@@ -324,13 +326,23 @@ def parse(name: str, text: str):
         return text
 
 
+def configs() -> dict[str, str]:
+    """The override files that come with Nova: name without .py -> path."""
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config")
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return {n[:-3]: os.path.relpath(os.path.join(folder, n)) for n in sorted(names) if n.endswith(".py")}
+
+
 def run_override_file(path: str, settings: Settings):
     """Execute one override file on top of `settings`. It is code that the user named: it is run."""
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read()
     except OSError as e:
-        raise SettingsError(f"override file {path}: {e.strerror or e}") from None
+        near = difflib.get_close_matches(os.path.splitext(os.path.basename(path))[0], configs(), n=1)
+        hint = f"; did you mean {configs()[near[0]]}?" if near else ""
+        hint = f"; a setting is written --{path}" if path.partition("=")[0] in FIELDS else hint
+        raise SettingsError(f"override file {path}: {e.strerror or e}{hint}") from None
     try:
         tree = ast.parse(text, path)
         names = {n: getattr(settings, n) for n in FIELDS}
@@ -373,9 +385,7 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
     for variable, name in ENVIRONMENT.items():
         if environ.get(variable):
             assign(settings, name, parse(name, environ[variable]), f"environment {variable}")
-    files = [a for a in argv if not a.startswith("-")]
-    for path in files:
-        run_override_file(path, settings)
+    given = []
     for argument in (a for a in argv if a.startswith("-")):
         name, equals, text = argument.lstrip("-").partition("=")
         name = name.replace("-", "_")
@@ -385,6 +395,10 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
             raise unknown(name, "command line")
         if not equals:
             raise SettingsError(f"{argument} (command line): write --{name}=VALUE")
+        given.append((name, text))
+    for path in (a for a in argv if not a.startswith("-")):
+        run_override_file(path, settings)
+    for name, text in given:
         assign(settings, name, parse(name, text), f"command line --{name}")
     check(settings)
     return settings
@@ -446,6 +460,12 @@ def check(s: Settings):
             setattr(s, floor, getattr(s, peak) / 10)
         if not 0 <= getattr(s, floor) <= getattr(s, peak):
             raise s.error(floor, f"must lie between 0 and {peak}={getattr(s, peak)}")
+    if s.target_tokens and s.source.get("total_steps", "").startswith("command line"):
+        where = s.source.get("target_tokens", "default")
+        raise s.error(
+            "total_steps",
+            f"has no effect beside target_tokens={s.target_tokens:g} ({where}): --target_tokens=None unsets it",
+        )
     if s.warmup_steps >= s.steps:
         raise s.error("warmup_steps", f"must be below the {s.steps} steps of the schedule")
     if s.sequences_per_step % s.micro_batch:
@@ -487,3 +507,21 @@ def changes(saved: dict, now: Settings) -> list[tuple[str, object, object, str]]
         for n in FIELDS
         if n in saved and saved[n] != present[n]
     ]
+
+
+def refuse_changes(saved: dict, now: Settings) -> list[str]:
+    """A line for each setting that differs from the saved run's, or a SettingsError for those that may not."""
+    lines, refused = [], []
+    for name, before, after, kind in changes(saved, now):
+        line = f"{name}: {before!r} -> {after!r}"
+        if kind == "model":
+            refused.append(
+                f"{line} (the saved weights have another form: start another run in another out_dir)"
+            )
+        elif kind == "math" and name not in now.allow_change:
+            refused.append(f"{line} (changes the course of the run: --allow_change={name} accepts it)")
+        else:
+            lines.append(line)
+    if refused:
+        raise SettingsError("this run was started with other settings:\n  " + "\n  ".join(refused))
+    return lines

@@ -27,11 +27,8 @@ def local(t: Tensor) -> Tensor:
 def zeros_like(p: Tensor) -> Tensor:
     """Zeros, sharded like `p`."""
     zeros = torch.zeros_like(local(p))
-    if isinstance(p, DTensor):
-        return DTensor.from_local(
-            zeros, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-    return zeros
+    # from_local would move them to the mesh's device: under cpu_offload rows stay on the host
+    return DTensor(zeros, p._spec, requires_grad=False) if isinstance(p, DTensor) else zeros
 
 
 class Layout:

@@ -11,6 +11,7 @@ and 428), and a mapped file that shrinks kills it. Every bad input is a `DataErr
 """
 
 import difflib
+import errno
 import hashlib
 import json
 import math
@@ -48,6 +49,10 @@ def os_reason(e: OSError) -> str:
         return "no such file: it was moved or deleted; restore it"
     if isinstance(e, IsADirectoryError):
         return "is a folder: remove or rename it"
+    if e.errno == errno.ENOSPC or (
+        e.errno is None and re.search("requested and|free space", str(e))
+    ):  # numpy's words
+        return "the disk is full: make room, or choose a folder on another disk"
     return e.strerror or str(e)
 
 
@@ -406,7 +411,9 @@ def check_metadata(metadata, settings, source) -> int:
     where = f"{label(source)}: metadata.json"
     if metadata is None:
         if settings.vocab_size is None:
-            raise DataError(f"{where} is missing: write one with vocab_size in it, or set vocab_size")
+            raise DataError(
+                f"{where} is missing: `python data.py pack` makes one; or write one with vocab_size in it, or set vocab_size"
+            )
         return settings.vocab_size
     if not isinstance(metadata, dict):
         raise DataError(f"{where}: holds a {type(metadata).__name__}, not an object with vocab_size in it")

@@ -71,6 +71,10 @@ def end_early(error: BaseException, debug: bool):
 def setup_environment(settings, environ=os.environ):
     """Variables that must be set before torch is imported. Values that the user set win."""
     wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TOKENIZERS_PARALLELISM": "false"}
+    if (
+        "PYTORCH_CUDA_ALLOC_CONF" not in environ
+    ):  # the older name of the same; blocks of a few sizes fragment less
+        wanted |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if settings.debug:
         wanted |= {
             "CUDA_LAUNCH_BLOCKING": "1", "TORCH_USE_CUDA_DSA": "1", "TORCH_SHOW_CPP_STACKTRACES": "1",
@@ -78,8 +82,8 @@ def setup_environment(settings, environ=os.environ):
         }  # fmt: skip
     if settings.nccl_safe:
         wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_ALGO": "Ring"}
-    if settings.device == "cpu":
-        wanted |= {"CUDA_VISIBLE_DEVICES": ""}
+    if settings.device == "cpu":  # SLURM sets it for everybody: the setting is the user's word
+        environ["CUDA_VISIBLE_DEVICES"] = ""
     if settings.deterministic:
         wanted |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     for name, value in wanted.items():
@@ -117,6 +121,18 @@ def init(settings, environ=os.environ, log=print) -> Agreement:
     return agree
 
 
+def grace_seconds(environ=os.environ) -> float | None:
+    """Seconds that torchrun waits for its workers after a signal before it kills them; None without a torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", encoding="utf-8") as f:
+            words = f.read().replace("=", "\0").replace("_", "-").split("\0")
+        return float(words[words.index("--shutdown-timeout") + 1])
+    except (OSError, ValueError):
+        return 30.0
+
+
 def choose_device(local_rank: int, environ=os.environ):
     """cuda:LOCAL_RANK, or the CPU where there is no GPU."""
     import torch
@@ -140,12 +156,38 @@ def set_arithmetic(settings, device, local_world: int, environ=os.environ):
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if settings.threads or environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun itself sets 1
+    chosen = environ.get("OMP_NUM_THREADS", "")
+    if (
+        settings.threads or not chosen or (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ)
+    ):  # torchrun sets 1
         torch.set_num_threads(settings.threads or max(1, cores // local_world))
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = not settings.deterministic
     torch.use_deterministic_algorithms(settings.deterministic)
+
+
+def make_mesh(settings, world: int, device):
+    """1-D over all ranks, or 2-D (replicate, shard) when shard_size ranks share one copy of the weights (HSDP)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = settings.shard_size or world
+    if world % size:
+        raise settings.error("shard_size", f"must divide the {world} ranks")
+    if size == world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def logger(rank: int):
+    """print with time and rank, on rank 0 only."""
+
+    def log(text: str):
+        if rank == 0:
+            stamp = time.strftime("%H:%M:%S")
+            print("\n".join(f"{stamp} | R{rank} | {line}" for line in str(text).split("\n")), flush=True)
+
+    return log
 
 
 # --- end -------------------------------------------------------------------------------------------------------

@@ -16,14 +16,18 @@ Three rules hold the loop together:
 
 import sys
 
+import entry
+
+if __name__ == "__main__":
+    entry.prepare(lost="going on without it, the numbers are in metrics.jsonl")
+
 import startup
-from settings import Settings, SettingsError, load_settings
+from settings import Settings, SettingsError, load_settings, refuse_changes
 
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -31,15 +35,16 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
 import data
+import drill
 import metrics
 import model
 import muon
@@ -49,9 +54,9 @@ import schedule
 import selftest
 import watch
 
-DRILL_STEPS = 4
 # A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
 UPLOAD_SECONDS = 4 * 3600
+STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
 # The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one.
 HORIZON = ("total_steps", "target_tokens", "schedule", "decay_frac", "warmup_steps")
 
@@ -65,11 +70,12 @@ class Run:
     log: Callable[[str], None]
     device: torch.device
     asked: dict = None  # the settings as given: what a resume compares
-    chosen: dict = None  # what "auto" settings became: stored, never chosen again
+    chosen: dict = None  # what use_fp8 and use_compile became: stored, never chosen again
     stream: data.Stream = None
     model: torch.nn.Module = None
     optimizers: list = None  # [muon, adamw]
     checkpoints: checkpoint.Checkpoints = None
+    publisher: object = None  # hub.Publisher of its checkpoints and export, when they are published
     metrics: "metrics.Metrics" = None
     baseline: float | None = None  # nats/token of a bigram table on the held-out rows, for small vocabularies
     budget: schedule.Budget = None  # all ranks keep one; rank 0's decides
@@ -78,6 +84,7 @@ class Run:
     saved_at: float = 0.0  # monotonic seconds of the newest save of this launch
     bad_in_a_row: int = 0  # non-finite steps
     receipts: list = dataclasses.field(default_factory=list)  # of this launch's finished saves
+    grace: float | None = None  # seconds from a signal to torchrun's kill; None: unlimited, or warned about
 
 
 def train(settings: Settings) -> dict:
@@ -86,25 +93,34 @@ def train(settings: Settings) -> dict:
     check_needs(settings)
     if settings.drill:
         settings.out_dir, settings.resume = os.path.join(settings.out_dir, "drill"), "never"
-    log = logger(int(os.environ.get("RANK", 0)))
+    log = startup.logger(int(os.environ.get("RANK", 0)))
     agree = startup.init(settings, log=log)
-    run = start_up(Run(settings, agree, log, agree.device), launched)
+    run = start_up(Run(settings, agree, log, agree.device, grace=startup.grace_seconds()), launched)
     if complete(run):
-        return {"step": run.step, "saved": run.step}
-    try:
+        return published(run)
+    with explained_memory(run):
         if settings.drill:
-            return drill(run)
+            return drill.drill(run, loop, evaluate, save, resume, export)
         stop = loop(run, settings.stop_at)
-    except (torch.OutOfMemoryError, MemoryError) as e:
-        raise OutOfMemory(run, e) from e
     if stop:
         save(run, "latest", wait=True)
-        left = run.budget.left(time.monotonic()) if stop == "job_hours" else None  # reserved for the upload
-        run.checkpoints.close(timeout=max(settings.hub_patience, left or 0))
+        run.checkpoints.close(timeout=upload_patience(run, stop, time.monotonic()))
+        run.metrics.close()
         raise startup.Stopped(
             stop, f"stopped by {stop} after step {run.step}, saved: the same command goes on"
         )
     return finish(run)
+
+
+def upload_patience(run: Run, stop: str | None, now: float) -> float:
+    """Seconds that the end of a run (stop None), or of a launch, waits for uploads; the next launch does the rest."""
+    patience, grace, signalled = run.settings.hub_patience, startup.grace_seconds(), run.agree.signals.when
+    if stop in (None, "job_hours"):  # what is left of a budget was reserved for it
+        left = run.budget.left(now)
+        return UPLOAD_SECONDS if left is None else min(UPLOAD_SECONDS, max(patience, left))
+    if grace is not None and signalled:  # torchrun kills then: the status must be written by that time
+        return max(0.0, min(patience, signalled + grace - STATUS_SECONDS - now))
+    return patience
 
 
 class OutOfMemory(RuntimeError):
@@ -123,6 +139,15 @@ class OutOfMemory(RuntimeError):
         )
 
 
+@contextmanager
+def explained_memory(run: Run):
+    """Out of memory in here says which setting to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as e:
+        raise OutOfMemory(run, e) from e
+
+
 class Diverged(RuntimeError):
     """Non-finite losses or gradients, again and again. The same run would be again: not retried."""
 
@@ -137,7 +162,7 @@ def check_needs(s: Settings):
             s.error("device", "this machine has no GPU that torch can use; --device=cpu trains on the CPU")
         )
     if s.data is None:
-        how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO'
+        how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO (config/quickstart.py needs none)'
         lacks.append(s.error("data", f"no data named: {how}"))
     if lacks:
         raise SettingsError("\n".join(map(str, lacks)))
@@ -151,12 +176,14 @@ def start_up(run: Run, launched: float) -> Run:
     s, agree, log = run.settings, run.agree, run.log
     with agree.stage("environment"):
         selftest.check_versions(agree, s, log)
-        selftest.check_equal(agree, "the code", code_digest())
     with agree.stage("device"):
         selftest.check_device(agree, log)
         selftest.check_links(agree, s, log)
     with agree.stage("collectives"):
-        mesh = make_mesh(s, agree.world, run.device)
+        mesh = startup.make_mesh(s, agree.world, run.device)
+        agree.limit_collectives(
+            s.init_timeout
+        )  # a mesh's groups come with torch's own limit, 10 minutes of NCCL
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
         selftest.check_collectives(agree, run.device, groups, log)
     with agree.stage("settings"):
@@ -164,7 +191,8 @@ def start_up(run: Run, launched: float) -> Run:
         run.asked = s.as_dict()
     with agree.stage("checkpoints"):
         saved, path = open_checkpoints(run)
-        run.chosen = keep_choices(run, saved)
+        if saved:
+            keep_choices(s, saved["chosen"])
     with agree.stage("data"):
         run.stream = data.open_stream(s, agree, log, saved and saved["data"])
         s.vocab_size = run.stream.vocab_size
@@ -179,24 +207,24 @@ def start_up(run: Run, launched: float) -> Run:
         planned = plan_of(run)
         for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
             log(line)
+        # latest, best, milestone; final and one in flight; what a run that goes on has there already counts
         room = (
             planned.files["checkpoint"] * (3 * s.ckpt_keep + 2) + planned.files["weights"] if planned else 0
         )
-        selftest.check_storage(
-            agree, s.out_dir, int(room), log
-        )  # latest, best, milestone; final and one in flight
-    with agree.stage("model"):
+        selftest.check_storage(agree, s.out_dir, max(0, int(room) - run.checkpoints.held()), log)
+    with agree.stage("model"), explained_memory(run):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
-        check_weights(run, mesh)
-    with agree.stage("optimizers"):
+        selftest.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
+    with agree.stage("optimizers"), explained_memory(run):
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
-    with agree.stage("compile", s.init_timeout):
-        if s.use_compile:
+    with agree.stage("compile", s.init_timeout), explained_memory(run):
+        if run.model.compiled:
             compile_shapes(run)
+        run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
     with agree.stage("resume"):
         resume(run, saved, path)
-        assumed = (planned.assumed if planned else {}) | drilled(s.out_dir)
+        assumed = (planned.assumed if planned else {}) | drill.drilled(s.out_dir)
         run.budget = schedule.Budget(s, launched, run.metrics.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
@@ -209,22 +237,15 @@ def start_up(run: Run, launched: float) -> Run:
 def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
     """Take the run's folder; the saved state to go on from and its folder, or (None, None) for a fresh start."""
     s = run.settings
-    publisher = None
     if s.hf_model_repo and s.publish:
         import hub
 
-        publisher = hub.Publisher(s.hf_model_repo, run.log, s.hub_patience)
-        problem = None
-        if run.agree.rank == 0:
-            try:
-                publisher.check_write()
-            except hub.HubError as e:
-                problem = e
-        run.agree.verdict(problem, "Hub")
+        run.publisher = hub.Publisher(s.hf_model_repo, run.log, s.hub_patience)
+        run.agree.on_rank_0(run.publisher.check_write, "Hub")
     folder = os.path.join(s.out_dir, "checkpoints")
     checkpoint.check_shared_folder(s.out_dir, run.agree)
     run.checkpoints = checkpoint.Checkpoints(
-        folder, None, run.agree, s.ckpt_keep, run.log, publisher, s.resume
+        folder, None, run.agree, s.ckpt_keep, run.log, None if s.drill else run.publisher, s.resume
     )
     path, allowed = run.checkpoints.newest(), s
     if path is None and s.schedule_from:  # a branch: another run's state, under this run's schedule
@@ -236,18 +257,17 @@ def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
         run.log(f"[resume] a fresh start in {s.out_dir}")
         return None, None
     saved = checkpoint.read_state(path)
-    for line in checkpoint.refuse_changes(saved["settings"], allowed):
+    for line in refuse_changes(saved["settings"], allowed):
         run.log(f"[resume] changed setting {line}")
     return saved, path
 
 
-def keep_choices(run: Run, saved: dict | None) -> dict:
-    """What use_fp8="auto" and use_compile="auto" mean: chosen once, then the checkpoint's."""
-    s = run.settings
-    chosen = saved["chosen"] if saved else model.choose(s, run.device)
-    s.use_fp8 = ("on" if chosen["fp8"] else "off") if s.use_fp8 == "auto" else s.use_fp8
-    s.use_compile = chosen["compile"] if s.use_compile == "auto" else s.use_compile
-    return chosen
+def keep_choices(s: Settings, chosen: dict):
+    """In a run that goes on, "auto" means what it became in the first launch: it never chooses again."""
+    if s.use_fp8 == "auto":
+        s.use_fp8 = "on" if chosen["fp8"] else "off"
+    if s.use_compile == "auto":
+        s.use_compile = chosen["compile"]
 
 
 def plan_of(run: Run) -> plan.Plan | None:
@@ -255,34 +275,6 @@ def plan_of(run: Run) -> plan.Plan | None:
     name = "cpu" if run.device.type == "cpu" else torch.cuda.get_device_name(run.device).lower()
     known = [gpu for gpu in plan.GPUS if gpu in name]
     return plan.plan(run.settings, run.agree.world, known[0]) if known else None
-
-
-def make_mesh(settings: Settings, world: int, device):
-    """1-D over all ranks, or 2-D (replicate, shard) when shard_size ranks share one copy of the weights (HSDP)."""
-    size = settings.shard_size or world
-    if world % size:
-        raise settings.error("shard_size", f"must divide the {world} ranks")
-    if size == world:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def check_weights(run: Run, mesh):
-    """Weights are finite, and the replicas of an HSDP run hold the same bits."""
-    prints = model.fingerprint(run.model)
-    shard = mesh.get_local_rank("shard")
-    everyone = run.agree.gather([shard, prints])
-    for rank, (other_shard, other) in enumerate(everyone):
-        odd = [name for name in prints if other[name] != prints[name]] if other_shard == shard else []
-        if odd:
-            raise startup.StartupError(
-                f"ranks {run.agree.rank} and {rank} are replicas but differ in {odd[:3]}", rank
-            )
-    bad = [name for name, p in run.model.named_parameters() if not p.to_local().isfinite().all()]
-    problem = startup.StartupError(f"weights that are not finite: {bad[:3]}") if bad else None
-    run.agree.verdict(problem, "model check")
-    whole = hashlib.sha256(str(everyone).encode()).hexdigest()
-    run.log(f"weights: {len(prints)} tensors, finite; fingerprint of all ranks' bits {whole[:16]}")
 
 
 def compile_shapes(run: Run):
@@ -295,9 +287,10 @@ def compile_shapes(run: Run):
         loss.backward()
     run.model.zero_grad(set_to_none=True)
     run.model.eval()
-    with torch.no_grad():
+    with torch.no_grad():  # whole rows, as val_batches and a padded sample have them
+        ids = ids.new_zeros(s.micro_batch, s.max_len)
         run.model(ids, ids)
-        run.model(ids.new_zeros(1, s.max_len))
+        run.model(ids[:1])
     back_to_training(run)
 
 
@@ -322,7 +315,7 @@ def resume(run: Run, saved: dict | None, path: str | None):
         run.metrics.load_state(saved["metrics"])
     how = "bit-exact" if own_loaded and saved["world"] == run.agree.world else "to rounding"
     run.log(f"[resume] step {run.step} of {path}, saved by {saved['world']} ranks: goes on {how}")
-    if saved["code"] != code_digest():
+    if saved["code"] != selftest.code_digest():
         run.log("[resume] the code changed since this checkpoint was saved")
 
 
@@ -334,12 +327,21 @@ def complete(run: Run) -> bool:
     with open(report, encoding="utf-8") as f:
         done = json.load(f).get("step") == run.step
     if done:
+        longer = "target_tokens" if run.settings.target_tokens else "total_steps"
         run.log(
-            f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise total_steps "
-            "(with --allow_change=total_steps); for another run choose another out_dir"
+            f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise {longer} "
+            f"(with --allow_change={longer}); for another run choose another out_dir"
         )
-        run.checkpoints.close()
     return done
+
+
+def published(run: Run, seconds: float = UPLOAD_SECONDS) -> dict:
+    """Wait so long for the uploads, of an earlier launch too. -> facts for status.json"""
+    folder = os.path.join(run.settings.out_dir, "export")
+    run.checkpoints.publish(folder, "")
+    left = run.checkpoints.close(timeout=seconds)
+    run.metrics.close()
+    return {"step": run.step, "saved": run.step, "export": folder, "unpublished": left}
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------
@@ -435,6 +437,7 @@ def accumulate(run: Run, batch: data.Batch, meter: metrics.LossMeter):
         x, y, domain = (t[i * rows : (i + 1) * rows] for t in (batch.x, batch.y, batch.domain))
         last = i == parts - 1
         run.model.set_requires_gradient_sync(last or s.reduce_every_micro_step)
+        run.model.set_requires_all_reduce(last)  # between replicas (HSDP), over the slow network: once a step
         run.model.set_is_last_backward(last)
         loss_sum, token_loss = run.model(x, y)
         (loss_sum * (world / s.tokens_per_step)).backward()
@@ -496,9 +499,8 @@ def print_sample(run: Run):
     prompt = tokenizer.encode(s.sample_prompt) or [tokenizer.eot or 0]
     began = time.monotonic()
     run.model.eval()
-    ids = sample.generate(
-        run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=bool(run.chosen["compile"])
-    )
+    pad = s.max_len if run.model.compiled else 64
+    ids = sample.generate(run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=pad)
     back_to_training(run)
     run.budget.paused("sample", time.monotonic() - began)
     run.metrics.sample(run.step, s.sample_prompt + tokenizer.decode(ids))
@@ -545,7 +547,7 @@ def save(run: Run, kind: str, wait: bool = False):
         "metrics": run.metrics.state(),
         "settings": run.asked,
         "chosen": run.chosen,
-        "code": code_digest(),
+        "code": selftest.code_digest(),
         "config": export_config(run),
     }
     run.checkpoints.save(run.step, kind, *tensors(run), state, wait)
@@ -564,6 +566,13 @@ def collect_saves(run: Run):
             f"training waited {receipt['pause'] * 1e3:.0f} ms"
         )
         run.agree.note(step=run.step, saved=receipt["step"], failed_saves=len(run.checkpoints.failures))
+        need = run.budget.slow_step() + receipt["pause"] + receipt["seconds"]
+        if run.grace is not None and need > run.grace:
+            run.log(
+                f"WARNING: a step and a save take {need:.2g} s, and torchrun kills {run.grace:g} s after a signal: a stop "
+                f"may lose the work since the last save. Start it with --shutdown-timeout={math.ceil(need / 30) * 60}"
+            )
+            run.grace = None
 
 
 def finish(run: Run) -> dict:
@@ -572,14 +581,12 @@ def finish(run: Run) -> dict:
     evaluate(run, s.final_eval_rows, final=True)
     print_sample(run)
     save(run, "final", wait=True)
-    agree.tick("export", s.init_timeout)
-    folder = os.path.join(s.out_dir, "export")
-    parameters = {name: p.detach() for name, p in run.model.named_parameters()}
-    checkpoint.export(folder, parameters, export_config(run), agree)
+    folder = export(run)
     report = run.metrics.report(
         status="done", model="Nova", attention=s.attention, parameters=model.count_params(s)["total"],
         bigram_baseline=run.baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
         optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.checkpoints.failures),
+        checkpoint_gb=run.receipts[-1]["bytes"] / 1e9 if run.receipts else None,
     )  # fmt: skip
     planned = plan_of(run)
     for line in planned.against(report) if planned else []:
@@ -593,78 +600,17 @@ def finish(run: Run) -> dict:
         shutil.copy(os.path.join(s.out_dir, "report.json"), folder)
         if run.stream.tokenizer.path:
             shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
-    run.checkpoints.publish(folder, "")
-    left = run.checkpoints.close(timeout=UPLOAD_SECONDS)
-    return {
-        "step": run.step,
-        "saved": run.step,
-        "val_loss": report["val_loss"],
-        "export": folder,
-        "unpublished": left,
-    }
+    run.log(f"the weights are in {folder}; talk to them: python sample.py {s.out_dir}")
+    return published(run, upload_patience(run, None, time.monotonic())) | {"val_loss": report["val_loss"]}
 
 
-def drill(run: Run) -> dict:
-    """The whole cycle once, on the machine and with the settings of the real run: steps, evaluation, save, load in place,
-    the same next losses, export, a small upload. Prints what each took. Works in a folder of its own."""
-    s, agree, seconds = run.settings, run.agree, {}
-    clock = time.monotonic()
-
-    def took(part: str):
-        nonlocal clock
-        seconds[part], clock = time.monotonic() - clock, time.monotonic()
-
-    seconds["start-up"] = run.metrics.used()
-    loop(run, DRILL_STEPS)
-    took(f"{DRILL_STEPS} steps")
-    evaluate(run, s.eval_rows)
-    took("evaluation")
-    save(run, "latest", wait=True)
-    took("save")
-    curves = []
-    for attempt in range(2):
-        if attempt:
-            path = os.path.join(run.checkpoints.folder, run.checkpoints.parent.split("/")[-1])
-            saved = checkpoint.read_state(path)
-            run.stream.load_state(saved["data"])
-            resume(run, saved, path)
-            took("load in place")
-        before = len(run.metrics.losses)
-        loop(run, DRILL_STEPS + 2)
-        curves.append(list(run.metrics.losses)[before:] if not attempt else list(run.metrics.losses)[-2:])
-        took("2 steps after it" if attempt else "2 steps")
-    exact = run.device.type == "cpu" or s.deterministic
-    same = curves[0] == curves[1] if exact else all(abs(a - b) < 1e-2 for a, b in zip(*curves, strict=True))
-    if not same:
-        raise startup.StartupError(
-            f"drill: losses after the reload {curves[1]} are not those before it {curves[0]}"
-        )
+def export(run: Run) -> str:
+    """Write the weights as they are now; the folder."""
+    run.agree.tick("export", run.settings.init_timeout)
+    folder = os.path.join(run.settings.out_dir, "export")
     parameters = {name: p.detach() for name, p in run.model.named_parameters()}
-    checkpoint.export(os.path.join(s.out_dir, "export"), parameters, export_config(run), agree)
-    took("export")
-    left = run.checkpoints.close(timeout=s.hub_patience)
-    took("upload" if run.checkpoints.publisher else "close")
-    for part, value in seconds.items():
-        run.log(f"drill: {part:24} {value:8.2f} s")
-    how = "to the bit" if exact else "to rounding"
-    run.log(f"drill passed: the two losses after a reload are those before it, {how}: {curves[0]}")
-    if left:
-        raise startup.StartupError(f"drill: not uploaded: {left}")
-    return {"step": run.step, "drill": {k: round(v, 3) for k, v in seconds.items()}}
-
-
-def drilled(out_dir: str) -> dict:
-    """What --drill measured on this machine, in seconds, for the budget: better than the plan's assumptions."""
-    try:
-        with open(os.path.join(out_dir, "drill", "status.json"), encoding="utf-8") as f:
-            seconds = json.load(f)["drill"]
-    except (OSError, ValueError, KeyError):
-        return {}
-    return {
-        kind: seconds[part]
-        for kind, part in (("whole save", "save"), ("evaluation", "evaluation"))
-        if part in seconds
-    }
+    checkpoint.export(folder, parameters, export_config(run), run.agree)
+    return folder
 
 
 def export_config(run: Run) -> dict:
@@ -676,26 +622,6 @@ def export_config(run: Run) -> dict:
 def hours_left(run: Run) -> float | None:
     left = run.budget.left(time.monotonic())
     return None if left is None else left / 3600
-
-
-def code_digest() -> str:
-    """sha256 of the code beside this file: the same on all ranks, and kept in each checkpoint."""
-    digest, folder = hashlib.sha256(), os.path.dirname(os.path.abspath(__file__))
-    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
-        with open(os.path.join(folder, name), "rb") as f:
-            digest.update(name.encode() + f.read())
-    return digest.hexdigest()
-
-
-def logger(rank: int):
-    """print with time and rank, on rank 0 only."""
-
-    def log(text: str):
-        if rank == 0:
-            stamp = time.strftime("%H:%M:%S")
-            print("\n".join(f"{stamp} | R{rank} | {line}" for line in str(text).split("\n")), flush=True)
-
-    return log
 
 
 if __name__ == "__main__":

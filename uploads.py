@@ -47,6 +47,7 @@ class Uploads:
             str, tuple[str, str]
         ] = {}  # {remote prefix: (folder, kind)}, first come first served
         self.active, self.known, self.failures, self.deadline = None, None, 0, None
+        self.seconds: float | None = None  # that the latest checkpoint took to get there
         self.changed, self.thread = threading.Condition(), None
         for name in by_serial(os.listdir(folder)):  # what an earlier launch did not get done
             if f"{run_id}/{name}" not in self.receipts:
@@ -146,7 +147,10 @@ class Uploads:
                 raise CheckpointError(
                     f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
                 )
-        self.log(f"{prefix} is on the Hub, verified ({time.monotonic() - began:.0f} s)")
+        seconds = time.monotonic() - began
+        self.log(f"{prefix} is on the Hub, verified ({seconds:.0f} s)")
+        if prefix.startswith(f"{self.run_id}/"):
+            self.seconds = seconds
         if kind in ROTATED:
             old = [n for n in published(self.publisher, self.run_id) if NAME.fullmatch(n)[2] == kind]
             for stale in old[: -self.keep]:

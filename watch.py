@@ -19,14 +19,10 @@ import torch
 
 import selftest
 from metrics import write_json
+from sharded import local
 
 LAG = 1.15  # a rank this much slower than the median is named
 SAMPLE = 4096  # elements of each local shard that are compared
-
-
-def local(tensor):
-    """This rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def kind_of(name: str) -> str:
@@ -46,7 +42,7 @@ class Movement:
     @staticmethod
     def sample(p) -> torch.Tensor:
         """Up to SAMPLE elements, evenly spread over this rank's rows."""
-        flat = local(p.detach()).flatten()
+        flat = local(p).flatten()
         return flat[:: max(1, flat.numel() // SAMPLE)]
 
     @torch.no_grad()
@@ -151,6 +147,7 @@ class Watcher:
         s = run.settings
         self.run, self.box = run, BlackBox(s.out_dir)
         self.movement, self.updates = Movement(run.model.named_parameters()), 0
+        self.fresh = run.step == 0  # no update yet: the loss is known
         qkv = next(iter(run.model.row_blocks().values()))
         blocks = s.n_layers * (len(qkv) + 4)  # q, k, v (or their heads), and o, gate, up, down
         head = "embed.weight" if s.tie_embeddings else "lm_head.weight"
@@ -167,7 +164,7 @@ class Watcher:
         )  # fmt: skip
         if self.movement:
             self.movement.saw_gradients()
-        if self.proof:
+        if self.proof and not is_bad(loss, grad_norm):
             self.proof.before_update()
         if run.bad_in_a_row + 1 >= run.settings.max_bad_steps and is_bad(loss, grad_norm):
             squares = [
@@ -188,9 +185,11 @@ class Watcher:
             for line in self.movement.report(run.agree.gather):
                 run.log(line)
             self.movement = None
-        if self.proof:  # a failed proof ends the run, and nothing has been saved yet
-            self.proof.after_update(min(rates[:2]))
-            self.proof.conclude(loss, grad_norm, math.log(run.settings.vocab_size) if run.step == 0 else None)
+        # A failed proof ends the run, and nothing has been saved yet. A step whose update was skipped proves nothing; a
+        # run that resumes in front of such a step must get past it, so the next one is the proof.
+        if self.proof and not is_bad(loss, grad_norm):
+            self.proof.after_update(min(rates[:2]), run.settings.adam_eps)
+            self.proof.conclude(loss, grad_norm, math.log(run.settings.vocab_size) if self.fresh else None)
             run.optimizers[0].watch = self.proof = None
             run.agree.first_step_done()
 

@@ -39,6 +39,9 @@ class Ranks:
     def barrier(self):
         self.gather(None)
 
+    def busy(self, seconds):
+        pass
+
 
 def reference(seed: int = 0) -> dict[str, torch.Tensor]:
     """The whole tensors. 7 rows split unevenly, 3 rows leave a fourth rank empty."""

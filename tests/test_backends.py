@@ -11,6 +11,7 @@ from workers import run
 
 import backends
 import model
+import train_nova
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -46,6 +47,22 @@ def test_compiled_blocks_equal_eager_blocks_under_fsdp():
         assert np.linalg.norm(eager[1][n] - compiled[1][n]) < 0.03 * np.linalg.norm(eager[1][n]), n
 
 
+@pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile from a path with spaces")
+def test_the_compiled_loss_equals_the_eager_one():
+    """Elementwise part of the loss: every term on, ignored targets, padded ids; gradients of hidden states and head."""
+    torch.manual_seed(0)
+    x, w, targets = torch.randn(96, 32), torch.randn(128, 32) / 3, torch.randint(0, 100, (96,))
+    targets[::7] = -1
+    results = []
+    for rows_loss in (model.rows_loss, torch.compile(model.rows_loss, fullgraph=True, dynamic=False)):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        loss, each = model.SoftcapCrossEntropy.apply(*leaves, targets, 100, 5.0, 1e-2, 48, rows_loss)
+        loss.backward()
+        results.append([loss.detach(), each, *(t.grad for t in leaves)])
+    assert (results[0][2].norm(dim=1) > 0).sum() == (targets >= 0).sum()
+    torch.testing.assert_close(*results)
+
+
 class NoCompiler:
     """Stands in for inductor with a compiler that fails."""
 
@@ -65,8 +82,19 @@ def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
         with pytest.raises(model.ModelError, match="use_compile=True.*the compiler says no"):
             nova(ids, targets)
     else:
-        assert torch.equal(nova(ids, targets)[0], want)
+        assert nova.compiled
+        assert torch.equal(nova(ids, targets)[0], want) and not nova.compiled
         assert len(lines) == 1 and "FAILED" in lines[0] and "use_compile" in lines[0]
+
+
+def test_auto_may_still_fall_back_in_a_first_launch_and_never_chooses_again():
+    """What a run does with "auto" before it builds: resolved too early, a failing compiler would end the run."""
+    s = tiny_settings(use_compile="auto", use_fp8="auto")
+    train_nova.keep_choices(s, {"fp8": True, "compile": False})
+    assert (s.use_fp8, s.use_compile) == ("on", False)
+    s = tiny_settings(use_compile=True, use_fp8="off")
+    train_nova.keep_choices(s, {"fp8": True, "compile": False})
+    assert (s.use_fp8, s.use_compile) == ("off", True), "what was set wins"
 
 
 def test_choose_says_what_auto_means(monkeypatch):
@@ -135,9 +163,11 @@ def test_a_kernel_that_computes_wrong_is_found_out(monkeypatch, factor):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("form", FORMS)
-def test_gpu_attention_runs_without_the_math_kernel(form):
-    """The seed's heads (128 channels, 4 query heads a group), bf16 forward and backward within 2e-2 of fp32 math."""
+def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
+    """The seed's heads (128 channels, 4 query heads a group), bf16 forward and backward within 2e-2 of fp32 math. Compiled,
+    the kernels get other strides, of inputs and of gradients, than choose_attention tried."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device: flash, cuDNN and efficient attention were not tested")
     changes = dict(attention=form, d_model=1024, n_heads=8, n_kv_heads=2, ffn_hidden=1024, max_len=512)
@@ -151,6 +181,8 @@ def test_gpu_attention_runs_without_the_math_kernel(form):
                 for block in nova.layers:
                     block.attn.unequal = unequal
                 assert not torch.backends.cuda.math_sdp_enabled()
+                if compiled:
+                    backends.compile_blocks(nova, tiny_settings(**changes, use_compile=True), lines.append)
             ids, targets = (t.cuda() for t in tokens(s))
             loss, _ = nova(ids, targets)
             loss.backward()

@@ -31,7 +31,7 @@ from checkpoint_tools import (
     state_for,
 )
 from conftest import ROOT, tiny_settings
-from workers import run
+from workers import Rank, run
 
 import checkpoint
 import settings
@@ -283,6 +283,18 @@ def test_buffers_are_reused_and_parents_recorded(tmp_path):
 # --- whose folder, which kind --------------------------------------------------------------------------------------
 
 
+def test_held_bytes_are_those_of_this_run_alone(tmp_path):
+    """A run that goes on needs no second room for what it has already written."""
+    saved_once(tmp_path, steps=(1, 2))
+    again, _ = open_folder(tmp_path)
+    files = [p for p in tmp_path.glob("step-*/**/*") if p.is_file() and p.name != "manifest.json"]
+    assert again.held() == sum(p.stat().st_size for p in files) > 0
+    again.close()
+    other, _ = open_folder(tmp_path, resume="never")
+    assert other.held() == 0
+    other.close()
+
+
 def test_rotation_keeps_the_newest_of_each_kind(tmp_path):
     c, _ = open_folder(tmp_path, keep=2)
     for step in range(1, 5):
@@ -399,16 +411,16 @@ def test_resume_must_and_auto_without_a_checkpoint(tmp_path):
 def test_changed_settings_are_listed_or_refused():
     """Free ones are listed; those that change the course need allow_change; the weights' form can't change at all."""
     saved = tiny_settings().as_dict()
-    assert checkpoint.refuse_changes(saved, tiny_settings()) == []
-    assert checkpoint.refuse_changes(saved, tiny_settings(log_every=3)) == ["log_every: 10 -> 3"]
+    assert settings.refuse_changes(saved, tiny_settings()) == []
+    assert settings.refuse_changes(saved, tiny_settings(log_every=3)) == ["log_every: 10 -> 3"]
     with pytest.raises(settings.SettingsError, match=r"beta2: 0.95 -> 0.9 .*--allow_change=beta2"):
-        checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9))
-    lines = checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta2"]))
+        settings.refuse_changes(saved, tiny_settings(beta2=0.9))
+    lines = settings.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta2"]))
     assert "beta2: 0.95 -> 0.9" in lines
     with pytest.raises(settings.SettingsError, match="beta2: 0.95 -> 0.9"):
-        checkpoint.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta1"]))
+        settings.refuse_changes(saved, tiny_settings(beta2=0.9, allow_change=["beta1"]))
     with pytest.raises(settings.SettingsError, match="n_layers: 2 -> 3 .*another out_dir"):
-        checkpoint.refuse_changes(saved, tiny_settings(n_layers=3, allow_change=["n_layers"]))
+        settings.refuse_changes(saved, tiny_settings(n_layers=3, allow_change=["n_layers"]))
 
 
 def shared_folder_scenario(rank, world, folder, apart):
@@ -429,10 +441,11 @@ def test_nodes_without_a_shared_file_system_are_noticed(tmp_path):
     )
 
 
-def test_too_little_space_is_an_error_with_numbers(tmp_path):
-    checkpoint.check_space(str(tmp_path), 1000)
-    with pytest.raises(CheckpointError, match="GB free"):
-        checkpoint.check_space(str(tmp_path), 1e18)
+def test_a_long_transfer_says_that_it_goes_on():
+    agree, said = Rank(), []
+    agree.busy = said.append
+    assert checkpoint.patiently(lambda: time.sleep(1.2) or "path", agree) == "path"
+    assert said == [checkpoint.PATIENCE]
 
 
 # --- weights -------------------------------------------------------------------------------------------------------

@@ -211,6 +211,31 @@ def test_only_a_smaller_loss_is_the_best(tmp_path):
     assert best == [False, True, False, False, False, True] and m.best == {"step": 5, "loss": 2.5}
 
 
+def test_a_checkpoint_holds_an_evaluation_that_is_not_finite(tmp_path):
+    """Its state is strict JSON: the save after such an evaluation would end the run."""
+    m = make(tmp_path)
+    m.launch(0)
+    m.evaluation(0, math.nan, {"code": math.nan}, math.inf)
+    state = json.loads(json.dumps(m.state(), allow_nan=False))
+    again = make(tmp_path)
+    again.load_state(state)
+    again.launch(0)
+    assert again.report()["val_loss"] is None and again.report()["best_val"] is None
+
+
+def test_a_full_disk_costs_rows_and_not_the_run(tmp_path):
+    lines = []
+    m = make(tmp_path, Clock(), log=lines.append)
+    m.launch(0)
+    m.file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
+    take_steps(m, 1, 3)
+    assert m.tokens == 300
+    assert len([line for line in lines if "metrics.jsonl" in line and "NOT WRITTEN" in line]) == 1
+    m.out_dir = str(tmp_path / "gone")
+    m.journal()
+    assert any("time.json" in line for line in lines)
+
+
 def test_a_resume_continues_the_file_without_duplicate_or_lost_steps(tmp_path):
     """Killed at step 9, a torn line at the end, resumed from a checkpoint at step 6."""
     clock = Clock()
@@ -259,6 +284,9 @@ def test_time_used_survives_a_kill_and_counts_every_launch(tmp_path):
     again.launch(0)
     take_steps(again, 1, 40, clock)
     assert again.used() == pytest.approx(seconds + 20) and again.restarts == 1
+    clock.now += 100  # the last save and its upload
+    again.close()
+    assert time_used(str(tmp_path))[0] == pytest.approx(seconds + 120)
     fresh = make(tmp_path, clock, resume="never")
     assert fresh.used() == 0 and fresh.restarts == 0
 
@@ -308,6 +336,8 @@ def test_a_tracker_is_imported_on_use_and_gets_the_numbers(tmp_path, monkeypatch
     take_steps(m, 1, 3)
     m.evaluation(3, 1.0, {"code": 1.0})
     m.report()
+    assert "finish" not in calls
+    m.close()
     assert [step for step, _ in sent][:4] == [1, 2, 3, 3] and sent[0][1]["loss"] == 2.0
     assert sent[3][1]["val_loss"] == 1.0 and calls[0]["config"]["d_model"] == 64 and calls[-1] == "finish"
 
@@ -342,8 +372,10 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_smooth_is_a_trailing_mean():
-    assert metrics.smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+def test_smooth_does_not_lag():
+    assert metrics.smooth([1.0, 3.0, 8.0, 7.0], 1) == [1.0, 4.0, 6.0, 7.0]
+    line = [float(i) for i in range(50)]
+    assert metrics.smooth(line) == pytest.approx(line)
 
 
 # --- watch.py ------------------------------------------------------------------------------------------------------

@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from workers import run
 
 import muon as muon_module
 from muon import KELLER_JORDAN, POLAR_EXPRESS, Muon, MuonError, clip_grads, local, orthogonalize, update_scale
+from sharded import zeros_like
 
 D, FFN = 36, 50  # 50 rows on 4 ranks: 13, 13, 13, 11
 SPLITS = {None: None, "qkv": (36, 12, 12), "heads": (12,) * 5}
@@ -338,6 +340,24 @@ def few_matrices(rank, world):
 
 def test_ranks_without_rows_or_matrices():
     assert run(few_matrices, 4, deadline=60) == [[1, 1], [1, 0], [1, 0], [0, 0]]
+
+
+def host_rows(rank, world):
+    """Where the state of a parameter lies whose rows are on the host and whose mesh is one of GPUs."""
+    rows = torch.ones(4, 3)
+    spec = DTensorSpec(
+        DeviceMesh("cuda", list(range(world)), _init_backend=False),
+        (Shard(0),),
+        TensorMeta(torch.Size((4 * world, 3)), rows.stride(), rows.dtype),
+    )
+    p = torch.nn.Parameter(DTensor(rows, spec, requires_grad=False))
+    zeros = zeros_like(p)
+    return zeros.to_local().device.type, zeros.shape == p.shape and zeros.placements == p.placements
+
+
+def test_state_lies_where_the_rows_lie():
+    """cpu_offload on a GPU: momentum on the mesh's device would meet gradients on the host, and the step would fail."""
+    assert run(host_rows, 2) == [("cpu", True)] * 2
 
 
 # --- properties of one step ------------------------------------------------------------------------------------------

@@ -386,6 +386,28 @@ def test_eight_bit_state(world, embed_rows):
             assert n == "embed.weight" or torch.equal(result[n], later[n]), n
 
 
+def steps_of_a_head(rank, world, adamw):
+    """The step counts of all parameters on a rank whose share of the one head's gate is empty, live and restored."""
+    nova, settings = initial_nova(adamw=adamw, n_heads=1, n_kv_heads=1)
+    shard(nova, world)
+    optimizers = build(nova, settings)
+    steps(nova, optimizers, 0, 3)
+    shared, _ = optimizer_state(nova, optimizers)
+    empty = not local(dict(nova.named_parameters())["layers.0.attn.head_gate"]).numel()
+    live = {float(v) for k, v in shared.items() if k.endswith(".step")}
+    for key in [k for k in shared if k.endswith(".step")]:
+        shared[key] = torch.tensor(7.0)
+    load_optimizer_state(nova, optimizers, shared, None)
+    again = {float(v) for k, v in optimizer_state(nova, optimizers)[0].items() if k.endswith(".step")}
+    return empty, live, again
+
+
+@pytest.mark.parametrize("adamw", ["8bit", "fp32"])
+def test_a_rank_without_rows_counts_steps_too(adamw):
+    """A checkpoint may take the count from any rank. From 0 a resume would correct its moments for a first step: tenfold."""
+    assert run(steps_of_a_head, 2, adamw=adamw) == [(False, {3.0}, {7.0}), (True, {3.0}, {7.0})]
+
+
 def test_small_second_moments_do_not_round_to_zero():
     """exp_avg / (sqrt(0) + eps) would be a leap of the weight at the next step without a gradient."""
     code = eight_bit_parameter(count=1)[1].inner.name2qmap["udynamic"]

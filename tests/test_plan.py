@@ -7,6 +7,7 @@ of torch's "fake" process group, without computing anything. Even the 7.9 B run 
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -329,6 +330,36 @@ def test_the_seeds_run_is_what_it_is(capsys):
     assert p["speed"]["communication_hidden"] and 0.3 < p["speed"]["mfu"] < 0.8
     code, out, _ = run(capsys, config("h200_8x_10b.py"), "--vocab_size=65536", "--json")
     assert 10.0e9 < json.loads(out)["parameters"]["total"] < 10.3e9
+
+
+CONFIGS = {
+    "h200_8x": 8,
+    "h200_8x_10b": 8,
+    "h200_4x": 4,
+    "h200_multinode": 64,
+    "one_gpu_day": 1,
+    "quickstart": 1,
+}
+
+
+def test_every_config_file_is_planned_here():
+    assert {f"{name}.py" for name in CONFIGS} == {f for f in os.listdir(config("")) if f.endswith(".py")}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_file_can_run_and_says_what_the_plan_says(capsys, name):
+    gpu = "cpu" if name == "quickstart" else "h200"
+    arguments = [] if gpu == "cpu" else ["--vocab_size=65536"]
+    code, out, _ = run(
+        capsys, config(f"{name}.py"), f"--gpus={CONFIGS[name]}", f"--gpu={gpu}", "--json", *arguments
+    )
+    plan = json.loads(out)
+    assert code == 0 and plan["problems"] == []
+    with open(config(f"{name}.py")) as f:
+        said = re.search(r"plan.py.* ([\d.]+) s a step, (\d+) GB a GPU", f.read())
+    if gpu == "h200":
+        seconds, memory = plan["speed"]["seconds_per_step"], plan["memory_peak"] / 1e9
+        assert said.groups() == (f"{seconds:.3g}", f"{memory:.0f}"), f"now {seconds:.3g} s, {memory:.0f} GB"
 
 
 def test_every_line_of_the_plan_is_there(capsys):

@@ -219,7 +219,8 @@ def test_a_silent_hub_at_the_start_is_not_a_fresh_start(server, tmp_path):
 
 def test_a_repo_without_checkpoints_is_a_fresh_start(server, tmp_path):
     server.commit(REPO, {"old_ckpts/gpt_s0000010.model.pt": b"pickle", "gpt_s0000020.meta.pt": b"pickle"})
-    c, _ = open_folder(tmp_path / "nova" / "checkpoints", publisher=publisher(server))
+    c, lines = open_folder(tmp_path / "nova" / "checkpoints", publisher=publisher(server))
+    assert any("old_ckpts/gpt_s0000010.model.pt" in line and "not supported" in line for line in lines)
     assert in_time(c.newest) is None
     c.close(timeout=5)
     assert not server.requests("/resolve/"), "a file of a stranger was fetched"

@@ -5,7 +5,7 @@ slow; all of them, slow and drill: pytest tests/test_resume.py -m "slow or drill
 """
 
 import pytest
-from test_run import losses, train, world  # noqa: F401
+from test_run import fixture_world, losses, train  # noqa: F401 (a fixture)
 
 slow, drill = pytest.mark.slow, pytest.mark.drill
 IN_CI = ("context warm-up", "epoch end", "float8", "8-bit AdamW")

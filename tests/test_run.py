@@ -9,12 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, tiny_settings
+from workers import Rank
 
 import metrics
+import train_nova
 
 TINY = """
 import os
@@ -31,15 +35,15 @@ domains = ["code", "math"]
 """
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
+@pytest.fixture(name="world", scope="module")
+def fixture_world(tmp_path_factory):
     """(folder for outputs, environment) with data of two domains that a model can learn: noisy repeating bytes."""
     folder = tmp_path_factory.mktemp("run")
     rng = np.random.default_rng(0)
     for d, domain in enumerate(("code", "math")):
         os.makedirs(folder / "data" / domain)
         pattern = rng.integers(97 + 8 * d, 105 + 8 * d, 23)
-        rows = np.tile(pattern, 9000)[: 200 * 33].reshape(200, 33)
+        rows = np.tile(pattern, 9000)[: 40 * 33].reshape(40, 33)
         noise = rng.random(rows.shape) < 0.1
         np.save(folder / "data" / domain / "s.npy", np.where(noise, 32, rows).astype(np.uint16))
     meta = {"vocab_size": 257, "tokenizer": "bytes", "eot": 256}
@@ -97,6 +101,10 @@ def test_a_run_trains_reports_exports_and_samples(world, uninterrupted):
     report = json.loads((folder / "report.json").read_text())
     assert status(world, "whole")["status"] == "done"
     assert report["step"] == 12 and list(losses(world, "whole")) == list(range(1, 13))
+    rows = [r for r in metrics.read_rows(str(folder / "metrics.jsonl")) if r["kind"] == "step"]
+    assert rows[7]["epochs"]["code"] < 1 < rows[-1]["epochs"]["code"], (
+        "the kills and stops below cross an epoch's end"
+    )
     assert report["val_loss"] < np.log(257) - 1 and set(report["val_loss_by_domain"]) == {"code", "math"}
     assert 0 < report["bigram_baseline"] < np.log(257)
     for words in (
@@ -192,6 +200,33 @@ def test_stop_at_and_job_hours_stop_resumable_without_changing_the_curve(world, 
     assert losses(world, "parts") == losses(world, "whole")
 
 
+def test_a_stopped_launch_waits_for_uploads_no_longer_than_torchrun_waits_for_it(monkeypatch):
+    """Else it is killed with a saved checkpoint and a status that says running."""
+    run = train_nova.Run(tiny_settings(hub_patience=240), Rank(), print, torch.device("cpu"))
+    run.agree.signals = SimpleNamespace(when=1000.0)
+    run.budget = SimpleNamespace(left=lambda now: 500.0)
+    monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: 60.0)
+    assert train_nova.upload_patience(run, "SIGTERM", now=1020.0) == 30.0
+    assert train_nova.upload_patience(run, "SIGTERM", now=1070.0) == 0.0
+    assert train_nova.upload_patience(run, "job_hours", now=1020.0) == 500.0
+    for left, seconds in ((None, train_nova.UPLOAD_SECONDS), (300.0, 300.0), (-5.0, 240.0)):
+        run.budget.left = lambda now, left=left: left
+        assert train_nova.upload_patience(run, None, now=1020.0) == seconds, (
+            "the end of the run keeps its budget"
+        )
+    monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: None)
+    assert train_nova.upload_patience(run, "SIGTERM", now=1020.0) == 240.0, "plain python: nobody kills"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
+def test_out_of_memory_in_any_stage_names_the_settings_and_is_not_retried(error):
+    run = train_nova.Run(tiny_settings(), Rank(), print, torch.device("cpu"))
+    with pytest.raises(train_nova.OutOfMemory, match="(?s)memory/GPU.*micro_batch=4.*selective") as e:
+        with train_nova.explained_memory(run):
+            raise error
+    assert e.value.exit_code == 70
+
+
 @pytest.mark.parametrize(
     "arguments, code, words",
     [
@@ -228,8 +263,18 @@ def test_seed_8x_config_names_everything_this_machine_lacks(world):
     assert not os.path.exists(folder / "out")
 
 
+def test_use_compile_auto_with_a_broken_compiler_trains_in_eager_mode_and_says_so(world):
+    folder, environ = world
+    short = ("--use_compile=auto", "--total_steps=3", "--warmup_steps=1")
+    output = train((folder, environ | {"CXX": "/bin/false"}), "broken-compiler", *short)
+    assert "torch.compile FAILED" in output
+    assert json.loads((folder / "broken-compiler" / "report.json").read_text())["compile"] is False
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h200_8x", "h200_8x_10b", "h200_4x", "h200_multinode", "quickstart"])
+@pytest.mark.parametrize(
+    "name", ["h200_8x", "h200_8x_10b", "h200_4x", "h200_multinode", "one_gpu_day", "quickstart"]
+)
 def test_each_config_file_runs_when_shrunk(world, name):
     """The file itself, with its sizes reduced and the GPU parts replaced: every other line of it is used."""
     folder, environ = world
@@ -284,6 +329,80 @@ def test_repeated_non_finite_steps_end_the_run_with_a_black_box(world):
     assert "update skipped" in output and "non-finite steps in a row" in output
     box = json.loads((world[0] / "diverged" / "blackbox.json").read_text())
     assert box["steps"][-1]["samples"][1] % 8 == 0 and status(world, "diverged")["status"] == "failed"
+
+
+OUT_OF_MEMORY = """
+import os, runpy, sys
+sys.path.insert(0, {root!r})
+import model, torch
+real, calls = model.SoftcapCrossEntropy.forward, []
+def forward(*args):
+    calls.append(1)
+    if len(calls) > 8 and os.environ.get("RANK", "0") == os.environ["NOVA_TEST_RANK"]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.50 GiB (injected)")
+    return real(*args)
+model.SoftcapCrossEntropy.forward = staticmethod(forward)
+sys.argv[0] = {root!r} + "/train_nova.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "ranks, culprit",
+    [(0, 0), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.drill)],
+)
+def test_out_of_memory_names_the_rank_and_the_setting(world, ranks, culprit):
+    """In the middle of a step, while the other rank waits for it: both end, and one line says what to change."""
+    folder, environ = world
+    (folder / "oom.py").write_text(OUT_OF_MEMORY.format(root=ROOT))
+    words = command(folder, f"oom{ranks}{culprit}", ranks=ranks)
+    words[words.index(os.path.join(ROOT, "train_nova.py"))] = str(folder / "oom.py")
+    child = subprocess.run(
+        words,
+        env=environ | {"NOVA_TEST_RANK": str(culprit)},
+        text=True,
+        capture_output=True,
+        cwd=folder,
+        timeout=100,
+    )
+    said, ended = child.stdout + child.stderr, status(world, f"oom{ranks}{culprit}")
+    assert child.returncode == (1 if ranks else 70), said[-3000:]
+    assert (ended["status"], ended["rank"], ended["resumable"]) == ("failed", culprit, False)
+    assert "Tried to allocate 3.50 GiB" in ended["why"] and "lower micro_batch=4" in ended["why"]
+    assert "activation_checkpointing=selective" in said and "memory" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gpus_go_through_the_whole_cycle(world, deterministic):
+    """On all GPUs of this machine, with what the big configs choose: compiled, float8 where there is any, 8-bit AdamW."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip(
+            "no CUDA device: NCCL, streams, pinned copies and the kernels of a real run were not tested"
+        )
+    ranks = 1 << min(3, torch.cuda.device_count().bit_length() - 1)  # 1, 2, 4 or 8
+    arguments = (
+        "--device=cuda --use_compile=true --use_fp8=auto --adamw=8bit --drill --micro_batch=1 --d_model=256"
+    )
+    arguments = [*arguments.split(), "--ffn_hidden=512", "--reduce_every_micro_step=true"]
+    words = command(
+        world[0], f"gpu{deterministic}", *arguments, f"--deterministic={deterministic}", ranks=ranks
+    )
+    environ = {k: v for k, v in world[1].items() if k != "CUDA_VISIBLE_DEVICES"}
+    child = subprocess.run(words, env=environ, text=True, capture_output=True, cwd=world[0], timeout=900)
+    assert child.returncode == 0 and "drill passed" in child.stdout, (child.stdout + child.stderr)[-5000:]
+
+
+@pytest.mark.slow
+def test_a_save_longer_than_the_launchers_grace_is_pointed_out(world):
+    words = command(world[0], "grace", "--total_steps=6", ranks=1)
+    words.insert(4, "--shutdown-timeout=0")
+    child = subprocess.run(words, env=world[1], text=True, capture_output=True, cwd=world[0], timeout=100)
+    assert child.returncode == 0 and child.stdout.count("--shutdown-timeout=60") == 1, (
+        child.stdout + child.stderr
+    )
 
 
 @pytest.mark.slow

@@ -137,6 +137,13 @@ def test_global_batch_does_not_depend_on_the_number_of_gpus():
         s.grad_accum(5)
 
 
+def test_total_steps_that_would_be_ignored_is_an_error():
+    """As with config/h200_8x.py, which sets target_tokens."""
+    with pytest.raises(SettingsError, match=r"total_steps=9000 \(command line .*target_tokens=2e\+11.*=None"):
+        load_settings(["--total_steps=9000", "--target_tokens=200e9"], {})
+    assert load_settings(["--total_steps=9000", "--target_tokens=None"], {}).steps == 9000
+
+
 def test_target_tokens_replaces_total_steps():
     s = load_settings(["--target_tokens=200e9"], {})
     assert s.steps == -(-200_000_000_000 // (384 * 2048)) == 254_314

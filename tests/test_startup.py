@@ -7,19 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import workers
+from checkpoint_tools import Ranks
 from conftest import tiny_settings
 from workers import ROOT, Rank, run
 
 import agreement
+import checkpoint
 import model
 import muon
 import selftest
 import startup
+import watch
 
 
 def exchange(rank, world):
@@ -116,11 +121,13 @@ def equal_versions(rank, world, odd, what):
             return f
 
         selftest.open = longer
+    selftest.code.cache_clear()
     try:
         return outcome(lambda: selftest.check_versions(exchange(rank, world), tiny_settings(), print))
     finally:
         selftest.importlib.metadata.version = original
         selftest.__dict__.pop("open", None)
+        selftest.code.cache_clear()
 
 
 class Bytes:
@@ -148,7 +155,28 @@ def equal_weights(rank, world, odd):
     layer = torch.nn.Linear(40, 30)
     if rank == odd:
         layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit of one weight
-    return outcome(lambda: selftest.check_equal(exchange(rank, world), "weights", model.fingerprint(layer)))
+    return outcome(
+        lambda: selftest.check_equal(
+            exchange(rank, world), "weights", selftest.fingerprint(layer.named_parameters())
+        )
+    )
+
+
+def test_fingerprints_see_one_bit_and_an_exchange():
+    layer = torch.nn.Linear(40, 30)
+    prints = {"": selftest.fingerprint(layer.named_parameters())}
+    weight, bias = layer.weight.data, layer.bias.data
+    for what, change in (
+        ("exchange", lambda: weight[3, 5:7].copy_(weight[3, 5:7].flip(0))),
+        ("back", lambda: weight[3, 5:7].copy_(weight[3, 5:7].flip(0))),
+        ("bit", lambda: bias.view(torch.int32).__setitem__(0, bias.view(torch.int32)[0] ^ 1)),
+    ):
+        change()
+        prints[what] = selftest.fingerprint(layer.named_parameters())
+    first = prints[""]
+    assert first["weight"] != first["bias"] and prints["back"] == first
+    assert [n for n in first if first[n] != prints["exchange"][n]] == ["weight"]
+    assert [n for n in first if first[n] != prints["bit"][n]] == ["bias"]
 
 
 def test_one_bit_of_one_weight_differs():
@@ -393,6 +421,38 @@ def test_a_broken_first_step_stops_all_ranks(broken, words):
     assert any(words in text for (_, text, _), _ in results), results
 
 
+def resumed_before_a_bad_step(rank, world, folder):
+    """Two steps of a resumed run, the first of them with a loss that is not finite; is the proof pending after each?"""
+    settings = tiny_settings(out_dir=folder, muon_lr=1e-4, lr=1e-4)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    agree = exchange(rank, world)
+    agree.first_step_done = lambda: None
+    job = SimpleNamespace(
+        settings=settings, agree=agree, model=net, optimizers=optimizers, log=lambda text: None, step=5, bad_in_a_row=0
+    )  # fmt: skip
+    watcher, pending = watch.Watcher(job), []
+    ids = torch.randint(0, 257, (8, settings.max_len + 1), generator=torch.Generator().manual_seed(1))
+    for loss in (math.nan, 5.0):
+        total, _ = net(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        (total / (8 * settings.max_len)).backward()
+        norm = float(muon.clip_grads(net, 1.0))
+        watcher.before_update(loss, {}, norm, (1e-4, 1e-4, 0.95))
+        for optimizer in optimizers:
+            if math.isfinite(loss):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        watcher.after_update(loss, norm, (1e-4, 1e-4, 0.95))
+        pending.append(watcher.proof is not None)
+    return pending
+
+
+def test_a_skipped_first_step_leaves_the_proof_to_the_next(tmp_path):
+    """Else a run that was saved in front of a bad step could never be resumed."""
+    assert run(resumed_before_a_bad_step, world=1, folder=str(tmp_path)) == [[True, False]]
+
+
 def test_a_detached_head_of_its_own_is_caught():
     (kind, text, _), _ = run(first_step, world=2, broken="head", tied=False)[0]
     assert kind == "StartupError" and "lm_head.weight" in text
@@ -426,6 +486,34 @@ def test_oracle_agrees_with_the_exact_factor_whatever_the_shape():
         assert selftest.against_oracle(G, other[0] @ other[2])[2] > 0.5
 
 
+@pytest.mark.parametrize(
+    "file, line, cpu, gpu",
+    [
+        ("/site-packages/torch/distributed/distributed_c10d.py", "work.wait()", True, True),
+        ("/nova/muon.py", "total.tolist()", True, True),
+        (
+            "/site-packages/torch/autograd/graph.py",
+            "return Variable._execution_engine.run_backward(",
+            False,
+            True,
+        ),
+        ("/tmp/torchinductor_me/ab/cab.py", "triton_poi_fused_1.run(buf0)", False, True),
+        ("/nova/model.py", "return self.down(F.silu(self.gate(x)) * self.up(x))", False, True),
+        ("/nova/shards.py", "os.pread(self.file, n, at)", False, False),
+        ("/nova/train_nova.py", "time.sleep(1000)", False, False),
+        ("/nova/metrics.py", "f.writelines(rows)", False, False),
+    ],
+)
+def test_on_a_gpu_a_rank_in_a_kernel_launch_is_not_the_culprit(file, line, cpu, gpu):
+    """The device's queue is bounded: while a peer is missing, all ranks stand in a launch. Reading data is no launch."""
+    frames = [
+        traceback.FrameSummary(file, 1, "f", line=line),
+        traceback.FrameSummary("/nova/train_nova.py", 2, "g"),
+    ]
+    assert agreement.in_collective(frames) == cpu
+    assert agreement.in_collective(frames, gpu=True) == gpu
+
+
 # --- environment, status, signals -----------------------------------------------------------------------------------------
 
 
@@ -435,10 +523,31 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     assert environ["NCCL_DEBUG"] == "WARN" and environ["CUDA_LAUNCH_BLOCKING"] == "1"
     assert environ["NCCL_P2P_DISABLE"] == "1" and environ["NCCL_ALGO"] == "Ring"
     assert environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and environ["TOKENIZERS_PARALLELISM"] == "false"
+    startup.setup_environment(tiny_settings(device="cpu"), slurm := {"CUDA_VISIBLE_DEVICES": "0"})
+    assert slurm["CUDA_VISIBLE_DEVICES"] == "", "--device=cpu trained on the GPU that SLURM had given"
     startup.setup_environment(tiny_settings(), plain := {})
-    assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM"}
+    assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF"}
+    startup.setup_environment(tiny_settings(), older := {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
+    assert "PYTORCH_ALLOC_CONF" not in older
     code = "import sys, startup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "wish, environ, threads",
+    [(None, {}, 6), (None, {"OMP_NUM_THREADS": "1"}, None), (None, {"OMP_NUM_THREADS": "3"}, None),
+     (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 6), (2, {"OMP_NUM_THREADS": "3"}, 2)],
+)  # fmt: skip
+def test_threads_are_the_users_or_a_share_of_the_cores(monkeypatch, wish, environ, threads):
+    """torchrun sets one thread where the user said nothing; one that the user set is one. None: left alone."""
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setattr(
+        torch, "set_float32_matmul_precision", lambda precision: None
+    )  # of all other tests, too
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12), raising=False)
+    startup.set_arithmetic(tiny_settings(threads=wish), torch.device("cpu"), 2, environ)
+    assert told == ([threads] if threads else [])
 
 
 def test_start_is_refused_where_it_cannot_go_well(tmp_path):
@@ -448,6 +557,46 @@ def test_start_is_refused_where_it_cannot_go_well(tmp_path):
     assert e.value.exit_code == 64
     with pytest.raises(startup.StartupError, match="LOCAL_RANK"):
         startup.init(settings, {"RANK": "1", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    "words, seconds",
+    [(["--shutdown-timeout=77"], "77.0"), (["--shutdown_timeout", "5"], "5.0"), ([], "30.0")],
+)
+def test_the_launchers_grace_is_read_from_its_command_line(words, seconds):
+    ask = "import startup; print(startup.grace_seconds({'TORCHELASTIC_RUN_ID': 'x'}), startup.grace_seconds({}))"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
+    done = subprocess.run([sys.executable, "-c", launcher, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == [seconds, "None"], done.stderr
+
+
+def timeouts(rank, world):
+    """(seconds of the two groups before, after the first step, seconds until a collective that nobody joins then fails)"""
+    agree = agreement.Agreement.__new__(agreement.Agreement)
+    agreement.Exchange.__init__(agree, rank, world)
+    agree.settings, agree.lost = tiny_settings(init_timeout=300.0, step_timeout=1.0, hub_patience=0.5), 0.5
+    groups = [dist.group.WORLD, dist.new_group(backend="gloo", timeout=agree._backstop(300.0))]
+
+    def seconds():
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        return [b.options._timeout.total_seconds() for b in backends]
+
+    before = seconds()
+    agree.first_step_done()
+    began = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+    return before, seconds(), time.monotonic() - began
+
+
+def test_collectives_may_take_long_until_the_first_step_is_done_and_not_afterwards():
+    try:
+        before, after, waited = run(timeouts, 2)[0]
+    finally:
+        if 2 in workers.POOLS:  # its groups have the short timeout now
+            workers.POOLS[2].close()
+    assert min(before) >= 300 and after == [1.0 + 3 * 0.5] * 2 and 2 < waited < 30
 
 
 def test_restarts_without_progress_end(tmp_path):
@@ -473,7 +622,7 @@ def test_restarts_without_progress_end(tmp_path):
 def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the_main_thread():
     kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        stop = startup.StopSignals()
+        stop = startup.StopSignals(says=False)
         assert stop.name is None and not stop.insisted()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -516,6 +665,62 @@ def test_the_first_failure_is_the_failure():
     with pytest.raises(startup.RankFailed, match="out of memory") as e:
         ranks[0].raise_failure()
     assert e.value.exit_code == 70 and e.value.rank == 1
+
+
+def bare_control():
+    """One rank's control plane without sockets and threads, and what it would have ended with."""
+    control, ends = object.__new__(agreement.Control), []
+    control.rank, control.world, control.store, control.failure = 0, 1, dist.HashStore(), None
+    control.leave, control.lost, control.log, control.device = ends.append, 0.1, print, None
+    control.signals, control.count = SimpleNamespace(name=None), 0
+    return control, ends
+
+
+def test_a_deadline_moves_with_a_transfer_that_goes_on(capfd):
+    """A download of a large checkpoint, or the last upload, outlasts its stage; one that stands still does not."""
+    control, ends = bare_control()
+    with control.stage("download", timeout=0.05):
+        control.busy(60)
+        time.sleep(0.1)
+        control._check_deadline(control.store, time.monotonic())
+    assert not ends, "the deadline was moved"
+    control.tick("export", 0.05)
+    control.busy(0.01)
+    time.sleep(0.1)
+    control._check_deadline(control.store, time.monotonic())
+    assert ends[0]["stage"] == "export" and "deadline passed" in ends[0]["why"], (
+        "it moved no further than asked"
+    )
+
+
+def test_a_full_disk_costs_the_status_and_not_the_run(tmp_path):
+    control, _ = bare_control()
+    lines, control.info = [], {}
+    control.log, control.settings = lines.append, SimpleNamespace(out_dir=str(tmp_path / "file" / "out"))
+    (tmp_path / "file").touch()
+    control.note(saved=5)
+    assert control.info == {"saved": 5} and "status.json is not written" in lines[0]
+
+
+def limits(rank, world, folder):
+    saver = checkpoint.Checkpoints(folder, None, Ranks(rank, world)).group
+    made = dist.new_group(backend="gloo")
+    agree = object.__new__(startup.Agreement)
+    agree.lost = 10.0
+
+    def seconds(group):
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    before = seconds(dist.group.WORLD)
+    agree.limit_collectives(50)
+    after = seconds(dist.group.WORLD), seconds(made), seconds(saver)
+    agree.limit_collectives(before - 30)
+    return after
+
+
+def test_collectives_get_the_steps_limit_and_the_saver_keeps_its_own(tmp_path):
+    """A rank that writes to a slow disk for ten minutes must not fail the save."""
+    assert run(limits, world=1, folder=str(tmp_path)) == [(80.0, 80.0, 7200.0)]
 
 
 def somewhere(text: str, folder: str = "torch/distributed"):

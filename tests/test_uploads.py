@@ -12,9 +12,11 @@ import time
 import pytest
 import torch.distributed as dist
 from checkpoint_tools import MemoryHub, all_bits, damage, names_in, open_folder, state_for
+from conftest import tiny_settings
 from workers import run
 
 import checkpoint
+import schedule
 import uploads
 from checkpoint import CheckpointError
 
@@ -71,6 +73,26 @@ def test_what_is_saved_gets_to_the_hub_and_old_ones_go_there_too(tmp_path):
     receipts = json.loads((tmp_path / "published.json").read_text())
     assert len(receipts) == 9 and all("commit" in r for r in receipts.values())
     assert sum("verified" in line for line in lines) == 9
+
+
+def test_what_an_upload_took_reaches_the_budget_with_the_next_receipt(tmp_path):
+    """The end of a launch reserves that time; it would be an assumption for ever."""
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path, publisher=hub)
+    save(c, 1)
+    idle(c)
+    assert c.uploads.seconds > 0
+    c.uploads.seconds = 12.5
+    hub.gate.clear()  # the second one waits
+    save(c, 2)
+    c.poll()
+    save(c, 3)
+    budget = schedule.Budget(tiny_settings(job_hours=1.0), 0.0)
+    budget.saved(c.poll()[0])
+    assert budget.cost("upload") == 12.5
+    hub.gate.set()
+    idle(c)
+    c.close()
 
 
 def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(tmp_path):

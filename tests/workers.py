@@ -150,3 +150,6 @@ class Rank:
 
     def barrier(self):
         pass
+
+    def busy(self, seconds):
+        pass

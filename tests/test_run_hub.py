@@ -1,0 +1,95 @@
+"""The whole product with a Hub: data read from a repo, checkpoints and export published, a run that moves house.
+
+Real processes and the real client against a local Hub; `pytest tests/test_run.py` has the same runs without one.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+
+import pytest
+from fake_hub import WRITE_TOKEN, FakeHub
+from test_run import fixture_world, losses, status, train  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.slow
+PUBLISH = ("--hf_model_repo=me/model", "--hub_patience=20")
+
+
+@pytest.fixture(name="hub_world", scope="module")
+def fixture_hub_world(world):  # noqa: F811
+    """(folder, environment) as test_run's, where HF_ENDPOINT is a Hub that holds the same data as the repo me/tokens."""
+    folder, environ = world
+    names = ["metadata.json", "data/code/s.npy", "data/math/s.npy"]
+    with FakeHub() as server:
+        server.commit("datasets/me/tokens", {name: (folder / name).read_bytes() for name in names})
+        server.commit("models/me/model", {"README.md": b"hello"})
+        cache = folder / "cache"
+        yield (
+            folder,
+            environ
+            | {
+                "HF_ENDPOINT": server.url,
+                "HF_TOKEN": WRITE_TOKEN,
+                "HF_HOME": str(cache),
+                "HF_HUB_DISABLE_XET": "1",
+            },
+            server,
+        )
+
+
+def on_hub(server, begin: str = "") -> dict[str, str]:
+    files = server.files("models/me/model")
+    return {
+        name: hashlib.sha256(content).hexdigest() for name, content in files.items() if name.startswith(begin)
+    }
+
+
+def test_a_run_reads_from_the_hub_publishes_and_goes_on_elsewhere(hub_world):
+    """Same losses from the repo as from the folder; the first machine is lost after step 6, the second continues
+    from the Hub to the bit, and what is on the Hub at the end is what is on its disk."""
+    *here, server = hub_world
+    train(here, "whole")
+    arguments = ("--data=me/tokens", *PUBLISH, f"--cache_dir={here[0] / 'shards'}")
+    output = train(here, "nova", "--stop_at=6", *arguments, expect=3)
+    assert status(here, "nova")["saved"] == 6, output[-2000:]
+    assert any("00000006" in name for name in on_hub(server))
+    before = losses(here, "nova")
+    for folder in ("nova", "shards", "cache"):
+        shutil.rmtree(here[0] / folder, ignore_errors=True)
+    output = train(here, "nova", *arguments)
+    assert "bit-exact" in output and "from the Hub" in output
+    assert before | losses(here, "nova") == losses(here, "whole")
+    there, export = on_hub(server), here[0] / "nova" / "export"
+    for name in ("model.safetensors", "config.json", "report.json"):
+        assert there[name] == hashlib.sha256((export / name).read_bytes()).hexdigest()
+    assert any("final" in name for name in there) and "README.md" in there
+    assert WRITE_TOKEN not in output
+
+
+def test_the_drill_uploads_something_small_and_leaves_no_trace(hub_world):
+    """Its checkpoints stay here; 16 MB go to the Hub, are verified, and are gone again. A Hub that refuses fails it."""
+    *here, server = hub_world
+    before, commits = on_hub(server), len(server.requests("/commit/"))
+    output = train(here, "drilled", "--drill", *PUBLISH)
+    assert "MB/s" in output and "drill passed" in output
+    assert on_hub(server) == before
+    assert len(server.requests("/commit/")) - commits == 2, "one commit brings the trial, one takes it away"
+    seconds = json.loads((here[0] / "drilled" / "drill" / "status.json").read_text())["drill"]
+    assert seconds["upload of a checkpoint"] > 0 and not os.path.exists(here[0] / "drilled" / "checkpoints")
+    server.fault("PUT|/commit/", 503, times=10_000)
+    output = train(here, "refused", "--drill", "--hf_model_repo=me/model", "--hub_patience=1", expect=74)
+    server.faults.clear()
+    assert "HubError" in output and "drill passed" not in output
+
+
+def test_a_finished_run_given_again_publishes_what_is_not_there(hub_world):
+    """What the Hub did not take in the first launch's time, or was never asked to: no step is trained for it."""
+    *here, server = hub_world
+    server.commit("models/me/late", {"README.md": b"hello"})
+    train(here, "late")
+    output = train(here, "late", "--hf_model_repo=me/late", "--hub_patience=20")
+    assert "is complete" in output and "step 000" not in output
+    there, export = server.files("models/me/late"), here[0] / "late" / "export"
+    assert there["model.safetensors"] == (export / "model.safetensors").read_bytes()
+    assert any("-final-" in name for name in there) and status(here, "late")["unpublished"] == []
