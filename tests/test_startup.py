@@ -637,6 +637,13 @@ def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the
             signal.signal(number, handler)
 
 
+def test_an_agreed_stop_is_no_failure_to_torchrun():
+    """It would turn 3 into a failure of the job; everything else is one."""
+    for torchrun, codes in ((True, [0, 0, 64, 71]), (False, [0, 3, 64, 71])):
+        agree = SimpleNamespace(torchrun=torchrun)
+        assert [agreement.Control.final_code(agree, code) for code in (0, 3, 64, 71)] == codes
+
+
 def test_errors_are_described_for_a_person():
     assert startup.describe(startup.RankFailed(1, "rank 1: no")) == "rank 1: no"
     try:
