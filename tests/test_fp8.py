@@ -50,6 +50,9 @@ def test_exactly_the_block_matrices_become_float8(form):
     assert names == want  # not the (16, 64) projections of gates, whose dimensions would do
     assert f"10 of {13 + 2 * (form == 'diff_v2')} linear layers" in lines[0]
     assert all(word in lines[0] for word in ("lm_head", "gate_proj", "rowwise"))
+    assert (
+        nova.layers[1].ffn.up.config.emulate and not fp8(fp8_emulate=False)[0].layers[1].ffn.up.config.emulate
+    )
 
 
 def test_dimensions_that_are_no_multiples_of_16_stay_bf16_and_are_named():
