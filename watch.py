@@ -17,6 +17,7 @@ from collections import deque
 
 import torch
 
+import plan
 import selftest
 from metrics import write_json
 from sharded import local
@@ -144,8 +145,7 @@ class Watcher:
         self.run, self.box = run, BlackBox(s.out_dir)
         self.movement, self.updates = Movement(run.model.named_parameters()), 0
         self.fresh = run.step == 0  # no update yet: the loss is known
-        qkv = next(iter(run.model.row_blocks().values()))
-        blocks = s.n_layers * (len(qkv) + 4)  # q, k, v (or their heads), and o, gate, up, down
+        blocks = s.n_layers * len(plan.matrices(s))  # q, k, v (or their heads), o, gate, up, down
         head = "embed.weight" if s.tie_embeddings else "lm_head.weight"
         self.proof = selftest.FirstStepProof(
             run.agree, run.model.named_parameters(), blocks, {head: s.vocab_size}, run.log
