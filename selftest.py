@@ -113,6 +113,9 @@ def check_versions(agree, settings, log=print) -> dict:
     return facts
 
 
+PROBE = {"cuda": 4096, "cpu": 256}  # rows of the square matrices that a device is measured with
+
+
 def matmul_bits(device, size: int, seed: int = 1234) -> tuple[str, bool]:
     """(hash of the bits, finite) of a product of two fixed random bf16 matrices (size, size)."""
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on any device
@@ -122,10 +125,10 @@ def matmul_bits(device, size: int, seed: int = 1234) -> tuple[str, bool]:
     return hashlib.sha256(bits).hexdigest(), bool(product.isfinite().all())
 
 
-def matmul_rate(device, size: int) -> float:
+def matmul_rate(device, repeats: int = 50) -> float:
     """TFLOP/s of bf16 matrix products (size, size): the best of five rounds, since a round of milliseconds that another
     thread of the host delays must not pass for a slow device."""
-    repeats = 50 if device.type == "cuda" else 10
+    size = PROBE[device.type]
     a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
     seconds = []
     for _ in range(5):  # the first rounds warm clocks and caches
@@ -141,15 +144,14 @@ def matmul_rate(device, size: int) -> float:
 def check_device(agree, log=print):
     """Each device repeats its own bits, gives the same bits as all others, and is not much slower than they are."""
     gpu = agree.device.type == "cuda"
-    size = 4096 if gpu else 256
-    results, problem = [matmul_bits(agree.device, size) for _ in range(3)], None
+    results, problem = [matmul_bits(agree.device, PROBE[agree.device.type]) for _ in range(3)], None
     if not results[0][1]:
         problem = StartupError(f"rank {agree.rank}: a matrix product of finite numbers is not finite. {NEXT}")
     elif len(set(results)) > 1:
         problem = StartupError(f"rank {agree.rank}: a matrix product gives other bits each time. {NEXT}")
     agree.verdict(problem, "device check")
     check_equal(agree, "the product of two fixed matrices", results[0][0])
-    rates = agree.gather(matmul_rate(agree.device, size))
+    rates = agree.gather(matmul_rate(agree.device, 50 if gpu else 10))
     usual, slow = statistics.median(rates), min(range(agree.world), key=rates.__getitem__)
     text = f"{usual:.1f} TFLOP/s in bf16 (median), slowest rank {slow} with {rates[slow]:.1f}"
     if gpu and rates[slow] < 0.6 * usual:

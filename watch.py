@@ -5,7 +5,7 @@ Everything here only looks. It is handed tensors, callables and numbers, and ret
     movement = Movement(model.named_parameters())        # before the first update of a launch
     each of its first 20 steps, before the update:  movement.saw_gradients()
     after 20 updates:                               for line in movement.report(agree.gather): log(line)
-    straggler(agree.gather({"seconds": busy, "host": host, "clock_mhz": clock}))      on logged steps
+    straggler(agree.gather({"host": host, "data": seconds, "tflops": rate}), step_seconds)      on logged steps
     Watcher(run) does all of it in the loop, beside selftest.FirstStepProof
     box = BlackBox(out_dir); box.record(step=…, loss=…, ids=…) each step; box.dump(reason, norms=…) before giving up
 """
@@ -17,6 +17,7 @@ from collections import deque
 
 import torch
 
+import plan
 import selftest
 from metrics import write_json
 from sharded import local
@@ -94,28 +95,24 @@ def names(items: list[str]) -> str:
     return ", ".join(items[:4]) + (f" and {len(items) - 4} more" if len(items) > 4 else "")
 
 
-def straggler(ranks: list[dict]) -> str | None:
-    """One line that names the slowest rank, or None. Each rank hands in {"seconds": …, "host": …, "clock_mhz": …}.
-
-    `seconds` must be time that the rank itself was busy: collectives make all ranks take equally long in the end, so
-    hand in step seconds minus the seconds spent waiting in the step's control word.
-    """
+def straggler(ranks: list[dict], step: float) -> str | None:
+    """One line that names the slowest rank, or None. Each rank hands in what is its own, since collectives make all take
+    equally long: {"host", "data": seconds that it waited for its batch, "tflops": of a small product}. step: seconds."""
     if len(ranks) < 2:
         return None
-    seconds = [r["seconds"] for r in ranks]
-    middle, worst = statistics.median(seconds), max(range(len(ranks)), key=seconds.__getitem__)
-    clocks = [r.get("clock_mhz") for r in ranks]
-    if seconds[worst] > LAG * middle:
-        clock = f", {clocks[worst]} MHz" if clocks[worst] else ""
+    data, rates = [r["data"] for r in ranks], [r["tflops"] for r in ranks]
+    usual, worst = statistics.median(data), max(range(len(ranks)), key=data.__getitem__)
+    if data[worst] - usual > (LAG - 1) * step:
         return (
-            f"slowest: rank {worst} on {ranks[worst].get('host', '?')}{clock}, {seconds[worst]:.2f} s a step, "
-            f"{seconds[worst] / middle:.2f} x the median"
+            f"slowest: rank {worst} on {ranks[worst]['host']} waited {data[worst]:.2f} s of a step of {step:.2f} s for its "
+            f"batch, the median {usual:.2f} s"
         )
-    if all(clocks):
-        middle, worst = statistics.median(clocks), min(range(len(ranks)), key=clocks.__getitem__)
-        if clocks[worst] * LAG < middle:
-            host = ranks[worst].get("host", "?")
-            return f"slowest: rank {worst} on {host} runs at {clocks[worst]} MHz, the median is {middle:.0f}"
+    usual, worst = statistics.median(rates), min(range(len(ranks)), key=rates.__getitem__)
+    if rates[worst] * LAG < usual:
+        return (
+            f"slowest: rank {worst} on {ranks[worst]['host']} computes at {rates[worst]:.3g} TFLOP/s, the median is "
+            f"{usual:.3g}: throttled, or shared with another process?"
+        )
     return None
 
 
@@ -148,8 +145,7 @@ class Watcher:
         self.run, self.box = run, BlackBox(s.out_dir)
         self.movement, self.updates = Movement(run.model.named_parameters()), 0
         self.fresh = run.step == 0  # no update yet: the loss is known
-        qkv = next(iter(run.model.row_blocks().values()))
-        blocks = s.n_layers * (len(qkv) + 4)  # q, k, v (or their heads), and o, gate, up, down
+        blocks = s.n_layers * len(plan.matrices(s))  # q, k, v (or their heads), o, gate, up, down
         head = "embed.weight" if s.tie_embeddings else "lm_head.weight"
         self.proof = selftest.FirstStepProof(
             run.agree, run.model.named_parameters(), blocks, {head: s.vocab_size}, run.log
@@ -194,9 +190,10 @@ class Watcher:
             run.agree.first_step_done()
 
     def slowest(self, timers: dict) -> str | None:
-        """One line about a rank that lags, on logged steps. "other" is where a fast rank waits for the slow one."""
+        """One line about a rank that lags, on logged steps."""
         run = self.run
         if (run.step % run.settings.log_every) or run.agree.world == 1:
             return None
-        busy = {"seconds": timers["total"] - timers["other"], "host": os.uname().nodename}
-        return straggler(run.agree.gather(busy))
+        mine = {"host": os.uname().nodename, "data": timers["data"]}
+        mine["tflops"] = selftest.matmul_rate(run.device, repeats=10)
+        return straggler(run.agree.gather(mine), timers["total"])

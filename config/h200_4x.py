@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=4 train_nova.py config/h200_4x.py
 
-plan.py --gpus=4 computes (not measured): 15.2 s a step, 112 GB a GPU; 47.5 hours buy 8.9 B of the 200 B tokens, for $665.
+plan.py --gpus=4 computes (not measured): 15.6 s a step, 112 GB a GPU; 47.5 hours buy 8.6 B of the 200 B tokens, for $665.
 """
 
 d_model, n_layers, n_heads, n_kv_heads, ffn_hidden, max_len = 4096, 35, 32, 8, 14336, 2048

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 train_nova.py config/h200_8x.py
 
 The seed called this model 10B. Its sizes give 7.90 B parameters (tied); config/h200_8x_10b.py is a true 10 B.
-plan.py computes (not measured): 7.58 s a step, 100 GB a GPU; 47.5 hours buy 17.7 B of the 200 B tokens, for $1,330.
+plan.py computes (not measured): 7.8 s a step, 100 GB a GPU; 47.5 hours buy 17.2 B of the 200 B tokens, for $1,330.
 """
 
 # The model: settings.py's defaults are the seed's sizes, written out here because they are what this file is.

@@ -4,7 +4,7 @@
         train_nova.py config/h200_multinode.py
 
 out_dir must be on a file system that all machines share; the start-up checks it.
-plan.py --gpus=64 computes (not measured): 1.16 s a step, 96 GB a GPU; 47.5 hours buy 116 B of the 200 B tokens, for $10,640.
+plan.py --gpus=64 computes (not measured): 1.18 s a step, 96 GB a GPU; 47.5 hours buy 114 B of the 200 B tokens, for $10,640.
 """
 
 d_model, n_layers, n_heads, n_kv_heads, ffn_hidden, max_len = 4096, 35, 32, 8, 14336, 2048

@@ -2,7 +2,7 @@
 
     HF_DATASET_REPO=you/tokens python train_nova.py config/one_gpu_day.py
 
-plan.py --gpus=1 computes (not measured): 3.04 s a step, 41 GB a GPU, 15 hours at 61 % MFU; at 37 % it takes the whole
+plan.py --gpus=1 computes (not measured): 3.17 s a step, 41 GB a GPU, 15 hours at 59 % MFU; at 37 % it takes the whole
 day. max_hours is the run's budget: on a slower GPU the decay is moved, so that the run ends decayed, on fewer tokens.
 """
 

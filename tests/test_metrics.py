@@ -434,14 +434,14 @@ def test_masters_too_coarse_for_their_updates_are_noticed():
 
 
 def test_the_slowest_rank_is_named_only_when_it_lags():
-    ranks = [{"seconds": 1.0, "host": f"node{i // 4}", "clock_mhz": 1980} for i in range(8)]
-    assert watch.straggler(ranks) is None and watch.straggler(ranks[:1]) is None
-    ranks[5]["seconds"] = 1.14
-    assert watch.straggler(ranks) is None
-    ranks[5]["seconds"] = 1.32
-    assert "rank 5 on node1" in watch.straggler(ranks) and "1.32 x" in watch.straggler(ranks)
-    ranks[5]["seconds"], ranks[2]["clock_mhz"] = 1.0, 1200
-    assert "rank 2 on node0 runs at 1200 MHz" in watch.straggler(ranks)
+    ranks = [{"host": f"node{i // 4}", "data": 0.1, "tflops": 700.0} for i in range(8)]
+    assert watch.straggler(ranks, 2.0) is None and watch.straggler(ranks[:1], 2.0) is None
+    ranks[5]["tflops"], ranks[3]["data"] = 620.0, 0.35
+    assert watch.straggler(ranks, 2.0) is None
+    ranks[5]["tflops"] = 500.0
+    assert "rank 5 on node1 computes at 500 TFLOP/s, the median is 700" in watch.straggler(ranks, 2.0)
+    ranks[3]["data"] = 0.5
+    assert "rank 3 on node0 waited 0.50 s of a step of 2.00 s" in watch.straggler(ranks, 2.0)
 
 
 def test_the_black_box_holds_the_last_steps(tmp_path):

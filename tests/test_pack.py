@@ -355,7 +355,7 @@ def test_only_one_process_of_a_machine_packs(cache, tmp_path):
 
 def test_an_unusable_cache_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(data.DataError, match="file.*set cache_dir"):
+    with pytest.raises(data.DataError, match="cache_dir .*file.*--cache_dir=FOLDER"):
         corpus.python_corpus(str(tmp_path / "file" / "sub"), Rank(), print)
 
 
