@@ -1,4 +1,4 @@
-"""What a machine computes the model with: its attention kernel, float8, torch.compile.
+"""What a machine computes the model with: its attention kernel, float8, torch.compile; and kernels for a CPU.
 
 `choose` says what "auto" means here; the rest applies it. Each choice is logged with its reason, and what was asked for
 and cannot be had is a ModelError that names the setting: nothing falls back in silence.
@@ -7,6 +7,7 @@ and cannot be had is a ModelError that names the setting: nothing falls back in 
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import shutil
 
@@ -78,23 +79,20 @@ def choose(settings, device) -> dict:
 
 def sdpa(q, k, v, scale: float):
     """Causal attention (B, heads, T, dim) in v's dtype; query head i reads kv head i // (heads_q / heads_kv), never
-    copied; a single query is the last position and sees all keys. The CPU kernel works in fp32: its bf16 backward is 1.4 (T 256) to 4 (T 64) times slower."""
-    dtype = torch.promote_types(v.dtype, torch.float32) if v.device.type == "cpu" else v.dtype
-    q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
-    causal = q.shape[2] > 1
-    y = F.scaled_dot_product_attention(q, k, values, is_causal=causal, scale=scale, enable_gqa=True)
-    return y.to(v.dtype)
+    copied; a single query is the last position and sees all keys."""
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=True)
 
 
-def choose_attention(settings, device, log=print) -> bool:
+def choose_attention(settings, device, log=print) -> str:
     """Pin the attention kernel of a GPU: the first of a fixed order (a timed choice could differ between a run and its
-    resume) whose forward and backward agree with fp32 math on this model's heads. True if it takes v of D beside q, k of
-    D/2 in one call, as attention="diff" wants: cuDNN does, flash needs padded keys (Attention.two_streams) and so a third
-    more FLOPs."""
+    resume) whose forward and backward agree with fp32 math on this model's heads. "wide" if it takes v of D beside q, k
+    of D/2 in one call, as attention="diff" wants: cuDNN does; "padded" otherwise: flash needs padded keys
+    (Attention.two_streams) and so a third more FLOPs. On a CPU "blocks", see BlockAttention."""
     s = settings
     if device.type != "cuda":
-        log(f"attention={s.attention}: torch's CPU kernel in fp32")
-        return False
+        log(f"attention={s.attention}: blocks of {BLOCK} queries")
+        return "blocks"
     kernels = ["flash", "efficient"] if s.deterministic else ["cudnn", "flash", "efficient"]
     options = [(k, u) for k in kernels for u in ((True, False) if s.attention == "diff" else (False,))]
     if s.allow_math_attention:
@@ -108,7 +106,7 @@ def choose_attention(settings, device, log=print) -> bool:
                 switch(name == kernel)
             passed = f"; passed over: {'; '.join(problems)}" if problems else ""
             log(f"attention={s.attention}: {form}{passed}")
-            return unequal
+            return "wide" if unequal else "padded"
         problems.append(f"{form}: {problem}")
     raise bad(
         s, "attention", f"no fast kernel runs with head_dim={s.head_dim} (a multiple of 16 helps; d_model and n_heads set "
@@ -219,3 +217,148 @@ def compile_blocks(model, settings, log=print):
     model.rows_loss = wrapped(model.rows_loss)
     for block in model.layers:
         block.run = wrapped(block.body)
+
+
+# --- kernels for a CPU ---------------------------------------------------------------------------------------
+
+BLOCK = 64  # queries whose scores exist at once: 32 and 128 take a tenth longer at T 256
+
+
+def eager_cpu(x) -> bool:
+    """Whether the kernels below serve x: on a CPU torch composes its own of many passes, which a compiler fuses."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def rms_norm(x, scale, eps: float):
+    """x / rms(x) over the last axis, times `scale`, of x's last axes."""
+    if eager_cpu(x):
+        return RMSNorm.apply(x, scale, eps)
+    if scale.ndim == 1:
+        return F.rms_norm(x, scale.shape, scale, eps)
+    return F.rms_norm(x, x.shape[-1:], None, eps) * scale
+
+
+def rotate(x, cos, sin):
+    """Rotate the pairs (j, j + dim/2) of x (B, T, heads, maps, dim) by position, in fp32 or better; cos, sin (T, dim)."""
+    if eager_cpu(x):
+        return Rotation.apply(x, cos, sin)
+    x = x.to(torch.promote_types(x.dtype, cos.dtype))
+    first, second = x.chunk(2, -1)
+    return torch.addcmul(x * cos[:, None, None], torch.cat([second, first], -1), sin[:, None, None])
+
+
+class RMSNorm(torch.autograd.Function):
+    """`rms_norm` in fp32 or better, rounded once."""
+
+    @staticmethod
+    def forward(ctx, x, scale, eps: float):
+        y = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        r = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, r, scale)
+        return y.mul_(r).mul_(scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, r, scale = ctx.saved_tensors
+        normed, g = x.to(r.dtype, copy=True).mul_(r), grad.to(r.dtype, copy=True)
+        product = g * normed
+        d_scale = product.flatten(0, -scale.ndim - 1).sum(0).to(scale.dtype)
+        mean = product.mul_(scale).sum(-1, keepdim=True).div_(-x.shape[-1])
+        return g.mul_(scale).addcmul_(normed, mean).mul_(r).to(x.dtype), d_scale, None
+
+
+class Rotation(torch.autograd.Function):
+    """`rotate`; its gradient is turned back by the same angle."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return turned(grad, cos, -sin).to(ctx.dtype), None, None
+
+
+def turned(x, cos, sin):
+    """x rotated, outside autograd."""
+    x = x.to(torch.promote_types(x.dtype, cos.dtype))
+    return (x * cos[:, None, None]).addcmul_(x.roll(x.shape[-1] // 2, -1), sin[:, None, None])
+
+
+class BlockAttention(torch.autograd.Function):
+    """Causal attention by matrix products in v's dtype, one block of queries at a time against the keys up to its end:
+    few of the scores that do not count are made. In bf16, forward and backward of "diff" take 0.33 (T 256, 1024) to 0.65
+    (T 64) of the time of torch's fused CPU kernel, which works best in fp32 and has to run twice. The probabilities are
+    kept: making them again would take a third longer."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, second, scale: float):
+        """q (B, T, maps, streams, d), k (B, T, K, streams, d), v (B, T, K, D); map i reads kv head i // (maps / K).
+        -> (B, T, maps, D): A1 v, and with two streams A1 v + second A2 v, second (maps,)."""
+        B, T, maps, _, _ = q.shape
+        K, D = v.shape[2:]
+        R = maps // K
+        q, k, v = (grouped(t.to(v.dtype), K) for t in (q * scale, k, v.unsqueeze(3)))
+        if second is not None:
+            second = second.to(v.dtype).view(K, 1, R).expand(B, K, T, R).reshape(B * K, T * R, 1)
+        future = torch.full((BLOCK, BLOCK), -math.inf, dtype=v.dtype, device=v.device).triu_(1)
+        future = future.repeat_interleave(R, 0)
+        y, kept = v.new_empty(B * K, T * R, D), []
+        for start in range(0, T, BLOCK):
+            end = min(T, start + BLOCK)
+            rows, seen = slice(R * start, R * end), slice(0, end)
+            for stream_q, stream_k in zip(q, k, strict=True):
+                scores = stream_q[:, rows] @ stream_k[:, seen].mT
+                scores[..., start:] += future[: R * (end - start), : end - start]
+                kept.append(scores.softmax(-1))  # (B K, R block, seen)
+            y[:, rows] = combined(kept[-len(q) :], second, rows) @ v[0, :, seen]
+        ctx.save_for_backward(q, k, v, second, *kept)
+        ctx.scale = scale
+        return ungrouped(y[None], K, T)[..., 0, :]
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, second, *kept = ctx.saved_tensors
+        T, wide = k.shape[2], torch.promote_types(v.dtype, torch.float32)
+        K = v.shape[1] // grad.shape[0]
+        R = grad.shape[2] // K
+        dy = grouped(grad.to(v.dtype).unsqueeze(3), K)[0]
+        scaled = q if second is None else torch.stack([q[0], q[1] * second])
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        d_second = None if second is None else torch.empty_like(second, dtype=wide)
+        for block, start in enumerate(range(0, T, BLOCK)):
+            end = min(T, start + BLOCK)
+            rows, seen = slice(R * start, R * end), slice(0, end)
+            probabilities = kept[len(q) * block : len(q) * (block + 1)]
+            dv[0, :, seen] += combined(probabilities, second, rows).mT @ dy[:, rows]
+            d_map = dy[:, rows] @ v[0, :, seen].mT
+            if second is not None:
+                d_second[:, rows] = (d_map * probabilities[1]).sum(-1, keepdim=True, dtype=wide)
+            for stream, p in enumerate(probabilities):
+                d_scores = torch._softmax_backward_data(d_map, p, -1, p.dtype)
+                dq[stream, :, rows] = d_scores @ k[stream, :, seen]
+                dk[stream, :, seen] += d_scores.mT @ scaled[stream, :, rows]
+        if second is not None:
+            dq[1] *= second
+            d_second = d_second.view(-1, K, T, R).sum((0, 2)).flatten()
+        dq, dk, dv = ungrouped(dq, K, T) * ctx.scale, ungrouped(dk, K, T), ungrouped(dv, K, T)[..., 0, :]
+        return dq, dk, dv, d_second, None
+
+
+def grouped(x, K: int):
+    """(B, T, R K, streams, d) -> (streams, B K, T R, d): the rows of one kv head side by side, position by position."""
+    return x.unflatten(2, (K, -1)).permute(4, 0, 2, 1, 3, 5).flatten(1, 2).flatten(2, 3)
+
+
+def ungrouped(x, K: int, T: int):
+    """The inverse of `grouped`."""
+    return x.unflatten(2, (T, -1)).unflatten(1, (-1, K)).permute(1, 3, 2, 4, 0, 5).flatten(2, 3)
+
+
+def combined(probabilities, second, rows):
+    """A1, or A1 + second A2: the map that v is multiplied with."""
+    return probabilities[0] if second is None else torch.addcmul(*probabilities, second[:, rows])

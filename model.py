@@ -15,8 +15,9 @@ depend on relative positions only:
 ffn(x) = down(silu(gate(x)) * up(x)). Names and sizes are those of the first Nova script; see `Attention` for what changed.
 
 Precision: parameters are fp32 masters. FSDP2's policy hands bf16 copies to the blocks, so the residual stream, the
-matmuls and the norms' outputs are bf16; the norms' sums, the rotation, softmax, soft-cap and cross-entropy are fp32. A
-model that is not sharded (sample.py, tests) computes in whatever dtype its parameters have.
+matmuls and the norms' outputs are bf16; the norms' sums, the rotation, softmax, soft-cap and cross-entropy are fp32 (a
+CPU rounds scores and probabilities to bf16 between its products: backends.BlockAttention). A model that is not sharded
+(sample.py, tests) computes in whatever dtype its parameters have.
 
 `build_model` applies everything in the one order that works: meta -> fp8 -> checkpointing and compile per block ->
 fully_shard per block and root -> to_empty -> init_weights. One rank takes the same path as a thousand.
@@ -33,7 +34,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from backends import ModelError, bad, choose, choose_attention, compile_blocks, convert_fp8, sdpa
+from backends import (
+    BlockAttention,
+    ModelError,
+    bad,
+    choose,
+    choose_attention,
+    compile_blocks,
+    convert_fp8,
+    rms_norm,
+    rotate,
+    sdpa,
+)
 
 EPS = 1e-6  # of every RMSNorm
 INIT_ROWS = 128  # rows that one seed generates: a rank makes only the blocks that its shard touches
@@ -42,18 +54,13 @@ INIT_ROWS = 128  # rows that one seed generates: a rank makes only the blocks th
 # --- pieces --------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x, scale=None):
-    """x / rms(x) over the last axis, times `scale`."""
-    return F.rms_norm(x, (x.shape[-1],), scale, EPS)
-
-
 class RMSNorm(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        return rms_norm(x, self.scale)
+        return rms_norm(x, self.scale, EPS)
 
 
 def rope_tables(dim: int, length: int, theta: float, device=None):
@@ -62,13 +69,6 @@ def rope_tables(dim: int, length: int, theta: float, device=None):
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
     cos, sin = angle.cos().float(), angle.sin().float()
     return torch.cat([cos, cos], -1).to(device), torch.cat([-sin, sin], -1).to(device)
-
-
-def rotate(x, cos, sin):
-    """Rotate the pairs (j, j + dim/2) of x (B, T, heads, maps, dim) by position, in fp32 or better."""
-    x = x.to(torch.promote_types(x.dtype, cos.dtype))
-    first, second = x.chunk(2, -1)
-    return torch.addcmul(x * cos[:, None, None], torch.cat([second, first], -1), sin[:, None, None])
 
 
 def lambda_start(settings, layer: int) -> float:
@@ -86,9 +86,7 @@ class Attention(nn.Module):
         super().__init__()
         self.form, self.H, self.K, self.D = s.attention, s.n_heads, s.n_kv_heads, s.head_dim
         self.streams = 2 if self.form == "diff" else 1
-        self.unequal = (
-            False  # two_streams in one call: choose_attention found a kernel for q, k of D/2 with v of D
-        )
+        self.kernel = None  # choose_attention's answer; None: by the device
         query_maps = 2 * self.H if self.form == "diff_v2" else self.H
         self.rows = (query_maps * self.D, self.K * self.D, self.K * self.D)  # q | k | v
         self.qkv = nn.Linear(s.d_model, sum(self.rows), bias=False)
@@ -112,14 +110,20 @@ class Attention(nn.Module):
         v = v.view(B, T, self.K, self.D)
         if cache is not None:
             k, v = cache(k, v)
-        if self.form == "diff":
-            y1, y2 = self.two_streams(q, k, v)
-            y = rms_norm(y1 - self.diff_lambda[:, None] * y2, self.h_norm.scale) * keep
+        kernel = self.kernel or ("blocks" if x.device.type == "cpu" else "padded")
+        if kernel == "blocks" and cache is None:
+            second = -self.diff_lambda if self.form == "diff" else None
+            y = BlockAttention.apply(q, k, v, second, (self.D // self.streams) ** -0.5)
+        elif self.form == "diff":
+            y1, y2 = self.two_streams(q, k, v, kernel == "wide")
+            y = y1 - self.diff_lambda[:, None] * y2
         else:
             q, k, v = (t.transpose(1, 2) for t in (q.flatten(3), k.flatten(3), v))
             y = sdpa(q, k, v, self.D**-0.5).transpose(1, 2)  # (B, T, query maps, D)
-            if self.form == "diff_v2":  # maps 2h and 2h + 1 are head h's, and read the same kv head
-                y = y[:, :, 0::2] - torch.sigmoid(self.lambda_proj(x)).unsqueeze(-1) * y[:, :, 1::2]
+        if self.form == "diff":
+            y = rms_norm(y, self.h_norm.scale, EPS) * keep
+        elif self.form == "diff_v2":  # maps 2h and 2h + 1 are head h's, and read the same kv head
+            y = y[:, :, 0::2] - torch.sigmoid(self.lambda_proj(x)).unsqueeze(-1) * y[:, :, 1::2]
         if self.head_gate is not None:
             y = y * self.head_gate[:, None]
         if self.gate_proj is not None:
@@ -128,13 +132,13 @@ class Attention(nn.Module):
 
     def position(self, x, scale, cos, sin):
         """QK-norm and rotary position of every map by itself: (B, T, n*D) -> (B, T, n, streams, D/streams)."""
-        maps = rms_norm(x.unflatten(-1, (-1, self.streams, self.D // self.streams)))
-        return rotate(maps * scale.view(self.streams, -1), cos, sin)
+        maps = x.unflatten(-1, (-1, self.streams, self.D // self.streams))
+        return rotate(rms_norm(maps, scale.view(self.streams, -1), EPS), cos, sin)
 
-    def two_streams(self, q, k, v):
+    def two_streams(self, q, k, v, wide: bool):
         """A1 v and A2 v, each (B, T, H, D), from q, k (B, T, heads, 2, D/2) and v (B, T, K, D)."""
         scale = (self.D // 2) ** -0.5
-        if self.unequal:  # one call; heads are ordered (kv head, stream, query head of the group)
+        if wide:  # one call; heads are ordered (kv head, stream, query head of the group)
             B, T = q.shape[:2]
             q = q.unflatten(2, (self.K, -1)).permute(0, 2, 4, 3, 1, 5).flatten(1, 3)  # (B, 2H, T, D/2)
             k = k.permute(0, 2, 3, 1, 4).flatten(1, 2)  # (B, 2K, T, D/2)
@@ -205,7 +209,8 @@ EXPENSIVE = {
 
 def save_policy(ffn_hidden: int, context, operation, *inputs, **kwargs):
     """Selective checkpointing: keep attention and the narrow matmuls, about 6.5 d_model values a token (the FFN's
-    hidden matmuls and every elementwise result are made again: a ninth of the step's FLOPs)."""
+    hidden matmuls and every elementwise result are made again: a ninth of the step's FLOPs). A CPU's attention is made
+    again too: its products are many small ones."""
     if operation in EXPENSIVE and not (inputs[1].ndim == 2 and inputs[1].shape[-1] == ffn_hidden):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -470,11 +475,11 @@ def build_model(settings, mesh, device, log=print) -> Nova:
     chosen = choose(s, device)
     for reason in chosen["reasons"]:
         log(reason)
-    unequal = choose_attention(s, device, log)
+    kernel = choose_attention(s, device, log)
     with torch.device("meta"):
         model = Nova(s)
     for block in model.layers:
-        block.attn.unequal = unequal
+        block.attn.kernel = kernel
     if chosen["fp8"]:
         convert_fp8(model, s, log)
     if chosen["compile"]:

@@ -219,25 +219,30 @@ def orthogonalize_flops(rows: int, columns: int, iterations: int = 5) -> float:
 
 # Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden). All but
 # one row are exact counts of model.py's block (tests: what autograd, or the compiler's partitioner, saves). "cuda eager"
-# is counted by hand: a GPU's RMSNorm is one kernel and keeps its bf16 input instead of fp32 copies. On a CPU attention
-# works in fp32 (backends.py).
+# is counted by hand: a GPU's RMSNorm is one kernel and keeps its bf16 input instead of fp32 copies. A CPU's attention
+# keeps its probabilities besides (backends.BlockAttention).
 SAVED = {
     "cuda compiled": {"standard": (18, 6, 6), "diff": (20, 8, 6), "diff_v2": (24, 6, 6)},
     "cuda eager": {"standard": (22, 8, 8), "diff": (28, 10, 8), "diff_v2": (30, 8, 8)},
     "cuda selective": {"standard": (10, 4, 0), "diff": (12, 4, 0), "diff_v2": (14, 4, 0)},
-    "cpu compiled": {"standard": (24, 10, 6), "diff": (28, 14, 6), "diff_v2": (36, 10, 6)},
-    "cpu eager": {"standard": (42, 14, 8), "diff": (56, 22, 8), "diff_v2": (60, 14, 8)},
-    "cpu selective": {"standard": (12, 4, 0), "diff": (16, 4, 0), "diff_v2": (18, 4, 0)},
+    "cpu compiled": {"standard": (18, 8, 6), "diff": (21, 8, 6), "diff_v2": (24, 8, 6)},
+    "cpu eager": {"standard": (20, 8, 8), "diff": (22, 8, 8), "diff_v2": (28, 8, 8)},
+    "cpu selective": {"standard": (8, 4, 0), "diff": (8, 4, 0), "diff_v2": (10, 4, 0)},
     "full": {"standard": (2, 0, 0), "diff": (2, 0, 0), "diff_v2": (2, 0, 0)},
 }
-ROOT_SAVED = {"cpu": 12, "cuda": 6}  # the same for the embedding and the norm before the head, times d_model
+BLOCK = 64  # backends.BLOCK, which costs an import of torch
+ROOT_SAVED = 6  # the same for the embedding and the norm before the head, times d_model
 
 
 def saved_bytes(settings, mode: str) -> float:
     """Bytes per token that one block keeps in a mode of SAVED."""
     s = settings
     per_d, per_kv, per_ffn = SAVED[mode][s.attention]
-    return per_d * s.d_model + per_kv * s.n_kv_heads * s.head_dim + per_ffn * s.ffn_hidden
+    probabilities = 0
+    if mode in ("cpu eager", "cpu compiled"):  # bf16, of the keys up to the end of a query's block
+        maps = s.n_heads * (1 if s.attention == "standard" else 2)
+        probabilities = maps * (s.max_len + min(s.max_len, BLOCK))
+    return per_d * s.d_model + per_kv * s.n_kv_heads * s.head_dim + per_ffn * s.ffn_hidden + probabilities
 
 
 def memory_moments(
@@ -282,7 +287,7 @@ def memory_moments(
         persistent
         | accumulating
         | {
-            "activations": activations + tokens * d * ROOT_SAVED[chosen["device"]],
+            "activations": activations + tokens * d * ROOT_SAVED,
             "gathered weights": 2 * roots + (0 if s.reshard_after_forward else 2 * muon),
             "batch": 16 * tokens * accum,
         }

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import reference
 import torch
 from conftest import tiny_settings
 from test_model import FORMS, make, tokens
@@ -138,12 +139,12 @@ def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
         backends.choose_attention(tiny_settings(), cuda, lines.append)
     assert not switched
     works.add(("flash", False))
-    assert backends.choose_attention(tiny_settings(), cuda, lines.append) is False
+    assert backends.choose_attention(tiny_settings(), cuda, lines.append) == "padded"
     assert switched == {"flash": True, "cudnn": False, "efficient": False, "math": False}
     assert "flash" in lines[-1] and "keys padded" in lines[-1] and "cudnn" in lines[-1]
     works.add(("cudnn", True))
-    assert backends.choose_attention(tiny_settings(), cuda, lines.append) is True and switched["cudnn"]
-    assert backends.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) is False
+    assert backends.choose_attention(tiny_settings(), cuda, lines.append) == "wide" and switched["cudnn"]
+    assert backends.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) == "padded"
     works.clear()
     works.add(("math", False))
     backends.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
@@ -157,6 +158,80 @@ def test_a_kernel_that_computes_wrong_is_found_out(monkeypatch, factor):
     wrong = lambda q, *rest: plain(q, *rest) * (factor if q.dtype == torch.bfloat16 else 1)  # noqa: E731
     monkeypatch.setattr(backends, "sdpa", wrong)
     assert "relative error" in backends.attention_problem(s, torch.device("cpu"), "math", False)
+
+
+# --- kernels for a CPU ---------------------------------------------------------------------------------------
+
+
+def attention_inputs(form: str, T: int, dtype=torch.float64, B=2, K=2, R=2, D=8):
+    """q, k, v of BlockAttention, "diff" the weights of its second map as well, and its scale."""
+    streams = 2 if form == "diff" else 1
+    maps, d = K * R * (2 if form == "diff_v2" else 1), D // streams
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(B, T, maps, streams, d), (B, T, K, streams, d), (B, T, K, D), (maps,)][: 2 + streams]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [*(t.requires_grad_() for t in made), *[None] * (2 - streams), d**-0.5]
+
+
+def numpy_attention(q, k, v, second, scale):
+    """The same, one softmax per query and map."""
+    arrays = [None if t is None else t.detach().double().numpy() for t in (q, k, v, second)]
+    (q, k, v, second), out = arrays, np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, head in np.ndindex(q.shape[0], q.shape[2]):
+        kv = head * k.shape[2] // q.shape[2]
+        streams = [reference.attend(q[b, :, head, i], k[b, :, kv, i], v[b, :, kv]) for i in range(q.shape[3])]
+        out[b, :, head] = streams[0] if second is None else streams[0] + second[head] * streams[1]
+    return out
+
+
+@pytest.mark.parametrize("T", [1, 64, 150])
+@pytest.mark.parametrize("form", FORMS)
+def test_block_attention_equals_the_loop_over_queries(form, T):
+    """1e-12 in float64; in bf16 within 1e-2, its rounding of scores, probabilities and results."""
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
+        inputs = attention_inputs(form, T, dtype)
+        want = numpy_attention(*inputs)
+        error = backends.BlockAttention.apply(*inputs).detach().double().numpy() - want
+        assert np.linalg.norm(error) < tolerance * np.linalg.norm(want), dtype
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_block_attentions_gradient_is_its_derivative(form, monkeypatch):
+    """Against finite differences, over three blocks of which the last is short; then bf16 against float64 at length."""
+    with monkeypatch.context() as short:
+        short.setattr(backends, "BLOCK", 3)
+        assert torch.autograd.gradcheck(backends.BlockAttention.apply, attention_inputs(form, 8, B=1))
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        *inputs, scale = attention_inputs(form, 150, dtype)
+        y = backends.BlockAttention.apply(*inputs, scale)
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        results.append(
+            torch.autograd.grad((y * weight.to(dtype)).sum(), [t for t in inputs if t is not None])
+        )
+    for exact, rounded in zip(*results, strict=True):
+        assert (exact - rounded.double()).norm() < 2e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("scale_shape", [(6,), (2, 6)])
+def test_norm_and_rotation_equal_the_reference(scale_shape):
+    """Values against numpy in float64, gradients against finite differences; in bf16 one rounding: 2^-9."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 3, 2, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(scale_shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    cos, sin = (t.double() for t in model.rope_tables(6, 5, 100.0))
+    normed, turned = backends.rms_norm(x, scale, model.EPS), backends.rotate(x, cos, sin)
+    want = reference.rms(x.detach().numpy(), scale.detach().numpy())
+    assert np.abs(normed.detach().numpy() - want).max() < 1e-12
+    for b, head, stream in np.ndindex(2, 3, 2):
+        want_turned = reference.rope(x[b, :, head, stream].detach().numpy(), 100.0)
+        assert np.abs(turned[b, :, head, stream].detach().numpy() - want_turned).max() < 1e-6  # fp32 tables
+    assert torch.autograd.gradcheck(lambda x, scale: backends.rms_norm(x, scale, model.EPS), (x, scale))
+    assert torch.autograd.gradcheck(lambda x: backends.rotate(x, cos, sin), (x,))
+    low, low_scale = x.detach().bfloat16(), scale.detach().bfloat16()
+    exact = reference.rms(low.double().numpy(), low_scale.double().numpy())
+    got = backends.rms_norm(low, low_scale, model.EPS).double().numpy()
+    assert (np.abs(got - exact) <= 2.0**-8 * np.abs(exact) + 1e-9).all()
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------
@@ -177,9 +252,9 @@ def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
             nova, s = make(dtype, **changes)
             nova = nova.cuda()
             if dtype == torch.bfloat16:
-                unequal = backends.choose_attention(s, torch.device("cuda"), lines.append)
+                kernel = backends.choose_attention(s, torch.device("cuda"), lines.append)
                 for block in nova.layers:
-                    block.attn.unequal = unequal
+                    block.attn.kernel = kernel
                 assert not torch.backends.cuda.math_sdp_enabled()
                 if compiled:
                     backends.compile_blocks(nova, tiny_settings(**changes, use_compile=True), lines.append)
