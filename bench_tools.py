@@ -18,11 +18,12 @@ import peers
 from settings import Settings, assign, check
 
 # Models of equal parameters: Nova with half as many kv heads and 3 d of SwiGLU has GPT's 12 d^2 a block. `0.8M` is
-# nanoGPT's recipe for a CPU, 768 tokens a step. `accumulate`: micro-batches per optimizer step that rows are made for.
+# nanoGPT's recipe for a CPU, 768 tokens a step; `12M` has the blocks and the 16,384 tokens a step of its
+# config/train_shakespeare_char.py. `accumulate`: micro-batches per optimizer step, the same for all contenders.
 SIZES = {
     "tiny": dict(vocab=65, d=32, layers=2, heads=2, context=16, batch=4, accumulate=(1,)),
     "0.8M": dict(vocab=65, d=128, layers=4, heads=4, context=64, batch=12, accumulate=(1,)),
-    "12M": dict(vocab=4096, d=384, layers=6, heads=6, context=256, batch=8, accumulate=(1, 8)),
+    "12M": dict(vocab=4096, d=384, layers=6, heads=6, context=256, batch=8, accumulate=(8,)),
 }
 
 
