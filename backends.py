@@ -72,7 +72,9 @@ def choose(settings, device) -> dict:
             found, tool = False, "no torch in a path without spaces, which its C++ build needs,"
     if s.use_compile is True and not found:
         raise bad(s, "use_compile", f"{tool} found; install one, or use False")
-    compiled = s.use_compile is True or (s.use_compile == "auto" and found)
+    compiled = s.use_compile is True or (s.use_compile == "auto" and found and gpu is not None)
+    if s.use_compile == "auto" and gpu is None:
+        tool = "on a CPU the kernels below are as fast, and compiling takes a minute"
     reasons.append(f"use_compile={s.use_compile}: {'compiled blocks' if compiled else 'eager'} ({tool})")
     return {"fp8": fp8, "compile": compiled, "reasons": reasons}
 

@@ -23,7 +23,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import sys
 from dataclasses import dataclass, field
 
@@ -190,7 +189,7 @@ def choices(settings, gpu: Gpu) -> dict:
     fp8 = settings.use_fp8 == "on" or (settings.use_fp8 == "auto" and gpu.fp8 is not None)
     compiled = settings.use_compile
     if compiled == "auto":
-        compiled = bool(shutil.which("g++") or shutil.which("clang++")) if cpu else True
+        compiled = not cpu
     return {"fp8": fp8, "compile": bool(compiled), "device": "cpu" if cpu else "cuda"}
 
 

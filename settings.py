@@ -77,7 +77,7 @@ class Settings:
     )
     fp8_emulate: bool = setting(False, "compute float8 in software: for tests on machines without it", MATH)
     use_compile: Literal["auto"] | bool = setting(
-        "auto", "torch.compile per block; auto: if a compiler is found"
+        "auto", "torch.compile per block; auto: on a GPU, if triton is there"
     )
     activation_checkpointing: Literal["none", "selective", "full"] = setting("none", "recompute in backward")
     loss_chunk: int = setting(512, "tokens per chunk of the loss: bounds the logits held at once")

@@ -113,14 +113,18 @@ def test_choose_says_what_auto_means(monkeypatch):
     monkeypatch.setattr(backends.torch, "__file__", "/opt/torch/__init__.py")
     monkeypatch.setattr(backends.shutil, "which", lambda name: None)
     chosen = model.choose(s, "cpu")
-    assert chosen["compile"] is False and any("no C++ compiler" in r for r in chosen["reasons"])
+    assert chosen["compile"] is False and any("eager (on a CPU" in r for r in chosen["reasons"])
     with pytest.raises(model.ModelError, match="use_compile=True.*no C"):
         model.choose(tiny_settings(use_compile=True), "cpu")
     monkeypatch.setattr(backends.shutil, "which", lambda name: "/bin/" + name)
     with monkeypatch.context() as spaced:
         spaced.setattr(backends.torch, "__file__", "/opt/my torch/__init__.py")
-        assert not backends.choose(tiny_settings(use_compile="auto"), "cpu")["compile"]
-    assert model.choose(s, "cpu")["compile"] is True
+        with pytest.raises(model.ModelError, match="path without spaces"):
+            model.choose(tiny_settings(use_compile=True), "cpu")
+    assert model.choose(tiny_settings(use_compile=True), "cpu")["compile"] is True
+    assert model.choose(s, "cpu")["compile"] is False
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name)
+    assert model.choose(s, "cuda")["compile"] is True
 
 
 def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
