@@ -1,0 +1,166 @@
+"""The first step of a run is watched: a Muon that does not orthogonalise, a frozen parameter, a detached head stop it."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import tiny_settings
+from test_startup import exchange, outcome
+from workers import Rank, run
+
+import model
+import muon
+import selftest
+import watch
+
+
+def first_step(rank, world, broken="", tied=True):
+    """One real step of a tiny Nova under FSDP2 with Muon, with one thing broken; -> (outcome, lines printed)."""
+    settings = tiny_settings(tie_embeddings=tied, sequences_per_step=8, muon_lr=1e-4, lr=1e-4)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    named, head = list(net.named_parameters()), "embed.weight" if tied else "lm_head.weight"
+    lines, agree = [], exchange(rank, world)
+    proof = selftest.FirstStepProof(
+        agree, named, 7 * settings.n_layers, {head: settings.vocab_size}, lines.append
+    )
+    optimizers[0].watch = proof.watch
+    kept = muon.orthogonalize, torch.nn.functional.linear, model.SoftcapCrossEntropy.apply
+    if broken == "identity":
+        muon.orthogonalize = lambda G, *a, **k: G / G.norm() * muon.update_scale(G.shape[-2:])
+    elif broken == "half":  # one block of many is not orthogonalised
+        seen = []
+
+        def mostly(G, *args, **kwargs):
+            seen.append(1)
+            return kept[0](G, *args, **kwargs) if len(seen) != 3 else G * 0.1
+
+        muon.orthogonalize = mostly
+    elif broken == "wrong side":  # semi-orthogonal, but of another matrix
+        muon.orthogonalize = lambda G, *a, **k: kept[0](G.flip(-1), *a, **k)
+    elif broken == "frozen":
+        dict(named)["layers.1.ffn.up.weight"].requires_grad_(False)
+    elif broken == "head":
+        model.SoftcapCrossEntropy.apply = lambda x, w, *a: kept[2](x, w.detach(), *a)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(
+        0, 100, (8, settings.max_len + 1), generator=generator
+    )  # ids above 99 are never seen
+    mine = rows.view(world, -1, settings.max_len + 1)[rank]
+    try:
+        loss, _ = net(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
+        (loss / (8 * settings.max_len / world)).backward()
+        if broken == "nan" and rank == 1:
+            named[3][1].grad.to_local()[0] = math.nan
+        norm = muon.clip_grads(net, 1.0)
+        proof.before_update()
+        for optimizer in optimizers:
+            if broken != "lazy" or optimizer is optimizers[0]:
+                optimizer.step()
+        if broken == "skipped" and rank == 0:
+            proof.names.pop(), proof.norms.pop()
+        proof.after_update(1e-4)
+        (mean,) = agree.control([], [float(loss.detach()) / (8 * settings.max_len)])[1]
+        if broken == "loss":
+            mean -= 0.3
+        done = outcome(lambda: proof.conclude(mean, float(norm), math.log(settings.vocab_size)))
+    finally:
+        muon.orthogonalize, torch.nn.functional.linear, model.SoftcapCrossEntropy.apply = kept
+    return done, lines
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_healthy_first_step_is_proven(tied):
+    results = run(first_step, world=2, tied=tied)
+    assert [r[0][0] for r in results] == ["ok", "ok"], results
+    text = "\n".join(results[0][1])
+    assert "14 blocks, 14 expected" in text and "0 of" in text and "band" in text and "± 0.2" in text
+    assert results[1][1] == []
+
+
+@pytest.mark.parametrize(
+    "broken, words",
+    [
+        ("identity", "not orthogonalised"),
+        ("half", "not orthogonalised"),
+        ("wrong side", "distance"),
+        ("frozen", "layers.1.ffn.up.weight"),
+        ("head", "embed.weight"),
+        ("nan", "non-finite gradient"),
+        ("lazy", "did not move: embed.weight"),
+        ("skipped", "13 blocks, 14 expected"),
+        ("loss", "a fresh model starts at"),
+    ],
+)
+def test_a_broken_first_step_stops_all_ranks(broken, words):
+    results = run(first_step, world=2, broken=broken)
+    assert all(kind in ("StartupError", "RankFailed") for (kind, _, _), _ in results), results
+    assert any(words in text for (_, text, _), _ in results), results
+
+
+def resumed_before_a_bad_step(rank, world, folder):
+    """Two steps of a resumed run, the first of them with a loss that is not finite; is the proof pending after each?"""
+    settings = tiny_settings(out_dir=folder, muon_lr=1e-4, lr=1e-4)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    agree = exchange(rank, world)
+    agree.first_step_done = lambda: None
+    job = SimpleNamespace(
+        settings=settings, agree=agree, model=net, optimizers=optimizers, log=lambda text: None, step=5, bad_in_a_row=0
+    )  # fmt: skip
+    watcher, pending = watch.Watcher(job), []
+    ids = torch.randint(0, 257, (8, settings.max_len + 1), generator=torch.Generator().manual_seed(1))
+    for loss in (math.nan, 5.0):
+        total, _ = net(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        (total / (8 * settings.max_len)).backward()
+        norm = float(muon.clip_grads(net, 1.0))
+        watcher.before_update(loss, {}, norm, (1e-4, 1e-4, 0.95))
+        for optimizer in optimizers:
+            if math.isfinite(loss):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        watcher.after_update(loss, norm, (1e-4, 1e-4, 0.95))
+        pending.append(watcher.proof is not None)
+    return pending
+
+
+def test_a_skipped_first_step_leaves_the_proof_to_the_next(tmp_path):
+    """Else a run that was saved in front of a bad step could never be resumed."""
+    assert run(resumed_before_a_bad_step, world=1, folder=str(tmp_path)) == [[True, False]]
+
+
+def test_a_detached_head_of_its_own_is_caught():
+    (kind, text, _), _ = run(first_step, world=2, broken="head", tied=False)[0]
+    assert kind == "StartupError" and "lm_head.weight" in text
+
+
+def test_equal_moves_up_and_down_are_seen_and_gradients_below_epsilon_excused():
+    """AdamW's first step moves equal values by equal amounts: their sum stays. A gradient that AdamW cannot feel is no
+    fault of the run; one that it can, is."""
+    for gradient, moves, problem in ((1.0, True, False), (1e-14, False, False), (1e-3, False, True)):
+        p = torch.nn.Parameter(torch.full((4,), 0.625))  # not a power of two: equally fine steps up and down
+        p.grad = gradient * torch.tensor([1.0, -1.0, 1.0, -1.0])
+        agree = Rank()
+        agree.control = lambda flags, sums: (flags, sums)
+        proof = selftest.FirstStepProof(agree, [("p", p)], blocks=0, log=lambda text: None)
+        proof.before_update()
+        with torch.no_grad():
+            p.sub_(2.0**-10 * p.grad.sign() * moves)
+        proof.after_update(1e-3)
+        kind = outcome(lambda proof=proof: proof.conclude(1.0, 1.0))[0]
+        assert (kind != "ok") == problem, (gradient, moves, kind)
+
+
+def test_oracle_agrees_with_the_exact_factor_whatever_the_shape():
+    """U V^T from torch's SVD is the identity in the oracle's frame: distance 0; a random orthogonal matrix is not."""
+    for shape in ((20, 50), (50, 20), (30, 30)):
+        G = torch.randn(shape, dtype=torch.float64)
+        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+        low, high, off = selftest.against_oracle(G, U @ Vh)
+        assert abs(low - 1) < 1e-6 and abs(high - 1) < 1e-6 and off < 1e-6
+        other = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+        assert selftest.against_oracle(G, other[0] @ other[2])[2] > 0.5
