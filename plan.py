@@ -101,14 +101,16 @@ class Plan:
 
     def against(self, report: dict) -> list[str]:
         """Plan beside measured, a line for each figure that `report` (metrics.facts) has."""
-        memory = report.get("memory_peak_gb")
-        if (
-            memory is not None and self.facts["device"] == "cpu"
-        ):  # resident memory holds Python and torch as well
-            memory -= report.get("memory_before_model_gb", 0.0)
+        memory, memory_name, mfu = report.get("memory_peak_gb"), "peak memory/GPU, GB", report.get("mfu")
+        if memory is not None and self.facts["device"] == "cpu":
+            memory -= report.get("memory_before_model_gb", 0.0)  # Python and torch
+            memory_name, mfu = (
+                "tensors; growth of process, GB",
+                None,
+            )  # kernels too; this CPU's peak is measured
         rows = (
             ("parameters", self.parameters["total"], report.get("parameters"), number),
-            ("peak memory/GPU, GB", self.memory_peak / GB, memory, "{:.2f}".format),
+            (memory_name, self.memory_peak / GB, memory, "{:.2f}".format),
             (
                 "seconds a step",
                 self.speed["seconds_per_step"],
@@ -121,7 +123,7 @@ class Plan:
                 report.get("tokens_per_second_per_gpu"),
                 number,
             ),
-            ("MFU", self.speed["mfu"], report.get("mfu"), "{:.1%}".format),
+            ("MFU", self.speed["mfu"], mfu, "{:.1%}".format),
             ("checkpoint, GB", self.files["checkpoint"] / GB, report.get("checkpoint_gb"), "{:.3g}".format),
         )
         return [f"plan against measured: {'planned':>25} {'measured':>10} {'ratio':>6}"] + [
