@@ -15,6 +15,7 @@ is loaded before the environment is set. References: TCPStore of torch.distribut
 """
 
 import faulthandler
+import fcntl
 import json
 import os
 import re
@@ -84,6 +85,18 @@ def write_status(out_dir: str, status: str, exit_code: int | None, **info):
     with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "w", encoding="utf-8") as f:
         json.dump(text, f, indent=1)
     os.replace(f.name, path)
+
+
+def occupied(out_dir: str) -> bool:
+    """Does another launch hold the folder (checkpoint.py's lock)? Its status.json is not this launch's to write."""
+    try:
+        with open(os.path.join(out_dir, "checkpoints", ".lock"), encoding="utf-8") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # no run has been here; anything else is found out later
+    return False
 
 
 class StopSignals:
@@ -205,6 +218,7 @@ class Control:
         self.torchrun = "TORCHELASTIC_RUN_ID" in environ
         self.device, self.lost = None, LOST["cpu"]
         self.info, self.count, self.failure, self.closed = {}, 0, None, threading.Event()
+        self.guest = occupied(settings.out_dir)
         self.task = ("start", None)  # what the main thread does, and until when (monotonic seconds)
         self.timeout = timedelta(seconds=settings.stage_timeout)
         self.address, hosts = environ.get("MASTER_ADDR", "127.0.0.1"), not self.torchrun and self.rank == 0
@@ -314,6 +328,8 @@ class Control:
         os._exit(self.final_code(f["code"]))
 
     def write_failure(self, f: dict):
+        if self.guest:
+            return
         keep = {k: f[k] for k in ("rank", "host", "stage", "why", "reason") if k in f}
         try:
             status = CODES.get(f["code"], "failed")
@@ -328,12 +344,12 @@ class Control:
     def note(self, **info):
         """Facts for status.json, such as saved=STEP. The supervisor counts restarts that do not move `saved`."""
         self.info |= info
-        if self.rank == 0:
+        if self.rank == 0 and not self.guest:
             try:
                 write_status(self.settings.out_dir, "running", None, **self.info)
             except (
                 OSError
-            ) as e:  # a full disk ends no run; a folder that can't be written is refused by its own check
+            ) as e:  # a full disk ends no run; a folder that can't be written fails its own check
                 self.log(f"status.json is not written: {e}")
 
     # -- watchdog thread --

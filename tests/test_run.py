@@ -3,6 +3,7 @@
 A tiny model on a small folder of token shards, on one thread, so that losses can be compared to the bit.
 """
 
+import fcntl
 import json
 import os
 import signal
@@ -257,6 +258,15 @@ def test_what_a_user_gets_wrong_is_one_line_and_its_own_exit_code(world, argumen
     output = train(world, "wrong", *arguments, expect=code)
     assert words in output and "Traceback" not in output
     assert not any(line.startswith("step") for line in output.splitlines())
+
+
+def test_a_second_launch_is_refused_and_leaves_the_firsts_status_alone(world, uninterrupted):
+    (world[0] / "taken" / "checkpoints").mkdir(parents=True)
+    (world[0] / "taken" / "status.json").write_text('{"status": "running"}')
+    with open(world[0] / "taken" / "checkpoints" / ".lock", "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        output = train(world, "taken", expect=74)
+    assert "is in use by another run" in output and status(world, "taken") == {"status": "running"}
 
 
 def test_changed_settings_are_refused_or_accepted_by_name(world, uninterrupted):

@@ -496,7 +496,7 @@ def bare_control():
     control, ends = object.__new__(agreement.Control), []
     control.rank, control.world, control.store, control.failure = 0, 1, dist.HashStore(), None
     control.leave, control.lost, control.log, control.device = ends.append, 0.1, print, None
-    control.signals, control.count = SimpleNamespace(name=None), 0
+    control.signals, control.count, control.guest = SimpleNamespace(name=None), 0, False
     return control, ends
 
 
