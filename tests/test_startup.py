@@ -371,8 +371,9 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     assert environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and environ["TOKENIZERS_PARALLELISM"] == "false"
     startup.setup_environment(tiny_settings(device="cpu"), slurm := {"CUDA_VISIBLE_DEVICES": "0"})
     assert slurm["CUDA_VISIBLE_DEVICES"] == "", "--device=cpu trained on the GPU that SLURM had given"
-    startup.setup_environment(tiny_settings(), plain := {})
-    assert set(plain) == {"CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF"}
+    assert slurm["OMP_WAIT_POLICY"] == "ACTIVE"
+    startup.setup_environment(tiny_settings(), plain := {"WORLD_SIZE": "2"})
+    assert set(plain) == {"WORLD_SIZE", "CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF"}
     startup.setup_environment(tiny_settings(), older := {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
     assert "PYTORCH_ALLOC_CONF" not in older
     code = "import sys, startup; sys.exit('torch' in sys.modules)"
