@@ -15,10 +15,8 @@ is loaded before the environment is set. References: TCPStore of torch.distribut
 """
 
 import faulthandler
-import fcntl
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -28,75 +26,26 @@ import traceback
 from contextlib import contextmanager
 from datetime import timedelta
 
-CODES = {
-    0: "done", 3: "stopped", 64: "settings", 65: "data", 70: "failed", 71: "system", 74: "io", 130: "interrupted",
-}  # fmt: skip
+from failures import (
+    CODES,
+    RankFailed,
+    StartupError,
+    Stopped,
+    describe,
+    exit_code_of,
+    first_line,
+    in_collective,
+    is_peer_loss,
+    occupied,
+    write_status,
+)
+
 POLL = 0.2  # seconds between looks of the watchdog
 GRACE = 2.0  # seconds for the main thread to leave by itself once a failure is known
 # Seconds without a heartbeat; a CUDA call may hold the interpreter for a while.
 LOST = {"cpu": 10.0, "cuda": 30.0}
 SAVER = "saver"  # description of the group that checkpoint.py's saver threads talk over
 NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
-# Files whose lines launch kernels: torch's and other packages', compiled code, and ours that compute.
-LAUNCHES = re.compile(
-    r"/(torch|triton|torchao|bitsandbytes|torchinductor\w*)/|\b(model|backends|muon|sharded|adamw8bit)\.py$|^<"
-)
-
-
-class StartupError(RuntimeError):
-    """A start-up check failed. `rank` is the rank that it points to, or NOBODY."""
-
-    exit_code = 71
-
-    def __init__(self, text: str, rank: int | None = None):
-        super().__init__(text)
-        if rank is not None:
-            self.rank = rank
-
-
-class RankFailed(RuntimeError):
-    """Another rank failed. Carries that rank and the exit code that its error asks for."""
-
-    def __init__(self, rank: int, text: str, exit_code: int = 71):
-        super().__init__(text)
-        self.rank, self.exit_code = rank, exit_code
-
-
-class Stopped(RuntimeError):
-    """An agreed stop: saved and resumable. `reason` is a signal's name, job_hours or stop_at."""
-
-    exit_code = 3
-
-    def __init__(self, reason: str, text: str = ""):
-        super().__init__(text or f"stopped by {reason}; resumable")
-        self.reason = reason
-
-
-def write_status(out_dir: str, status: str, exit_code: int | None, **info):
-    """Replace out_dir/status.json: what the run is, or ended as. Atomic; any rank may write the same failure."""
-    os.makedirs(out_dir, exist_ok=True)
-    text = dict(
-        status=status,
-        exit_code=exit_code,
-        resumable=status in ("running", "stopped", "interrupted", "system", "io"),
-    )
-    text |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **info}
-    path = os.path.join(out_dir, "status.json")
-    with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "w", encoding="utf-8") as f:
-        json.dump(text, f, indent=1)
-    os.replace(f.name, path)
-
-
-def occupied(out_dir: str) -> bool:
-    """Does another launch hold the folder (checkpoint.py's lock)? Its status.json is not this launch's to write."""
-    try:
-        with open(os.path.join(out_dir, "checkpoints", ".lock"), encoding="utf-8") as f:
-            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # no run has been here; anything else is found out later
-    return False
 
 
 class StopSignals:
@@ -133,57 +82,6 @@ class StopSignals:
         except BlockingIOError:
             pass
         return self.interrupts > 1
-
-
-def describe(error: BaseException) -> str:
-    """The error in a line or two, for a person: Nova's own errors say what to do, others say where they happened."""
-    text = str(error)[:2000]
-    if not isinstance(error, (RankFailed, Stopped)):
-        text = f"{type(error).__name__}: {text}"
-    if not hasattr(error, "exit_code") and error.__traceback__:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text += f" ({os.path.basename(frame.filename)} line {frame.lineno}, in {frame.name})"
-    return text
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).split("\n")[0][:200]
-
-
-def exit_code_of(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return getattr(error, "exit_code", 74 if isinstance(error, OSError) else 70)
-
-
-def inside_torch_distributed(frames: list) -> bool:
-    return any(f"{os.sep}torch{os.sep}distributed{os.sep}" in f.filename for f in frames)
-
-
-def in_collective(frames: list, gpu: bool = False) -> bool:
-    """Do these stack entries, innermost first, wait for other ranks? Then the rank is a victim, not the culprit.
-
-    On a GPU the host waits where it reads a result, and, since the device's queue is bounded, wherever it launches: while
-    a peer is missing every rank stands in some kernel launch of its own, and nobody can say which one is to blame."""
-    if not frames:
-        return False
-    waits = r"\.item\(|\.tolist\(|synchronize\(|\.cpu\("
-    return (
-        inside_torch_distributed(frames[:4])
-        or bool(re.search(waits, frames[0].line or ""))
-        or (gpu and bool(LAUNCHES.search(frames[0].filename)))
-    )
-
-
-def is_peer_loss(error: BaseException) -> bool:
-    """Did a collective or the store fail under this rank? Then another rank, or the network, is to blame."""
-    import torch.distributed as dist
-
-    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
-        return True
-    words = re.search(r"gloo|nccl|connection|socket|timed out", str(error), re.IGNORECASE)
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    return type(error) is RuntimeError and bool(words) and inside_torch_distributed(frames)
 
 
 def process_state(pid: int) -> tuple[str, str] | None:

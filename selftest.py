@@ -29,7 +29,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from agreement import NOBODY, StartupError
+from agreement import NOBODY
+from failures import StartupError
 from sharded import local
 
 NEXT = "Next: nvidia-smi topo -m; dmesg -T | grep Xid; NOVA_NCCL_SAFE=1 avoids the peer-to-peer paths"

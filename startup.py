@@ -21,27 +21,17 @@ import sys
 import time
 import traceback
 
-from agreement import (
-    CODES,
-    Agreement,
-    Exchange,
-    RankFailed,
-    StartupError,
-    Stopped,
-    StopSignals,
-    describe,
-    exit_code_of,
-    write_status,
-)
+from agreement import Agreement, Exchange, StopSignals
+from failures import CODES, RankFailed, StartupError, Stopped, describe, exit_code_of, write_status
 
 __all__ = [
-    "CODES",
     "Agreement",
+    "CODES",
     "Exchange",
     "RankFailed",
     "StartupError",
-    "Stopped",
     "StopSignals",
+    "Stopped",
     "write_status",
 ]
 

@@ -19,6 +19,7 @@ from workers import ROOT, Rank, run
 
 import agreement
 import checkpoint
+import failures
 import selftest
 import startup
 
@@ -62,7 +63,7 @@ def test_gather_broadcast_and_control_give_every_rank_the_same():
 
 def judge(rank, world, bad):
     agree = exchange(rank, world)
-    problem = agreement.StartupError(f"trouble on {rank}") if rank in bad else None
+    problem = startup.StartupError(f"trouble on {rank}") if rank in bad else None
     if problem:
         problem.exit_code = 74
     try:
@@ -356,8 +357,8 @@ def test_on_a_gpu_a_rank_in_a_kernel_launch_is_not_the_culprit(file, line, cpu, 
         traceback.FrameSummary(file, 1, "f", line=line),
         traceback.FrameSummary("/nova/train_nova.py", 2, "g"),
     ]
-    assert agreement.in_collective(frames) == cpu
-    assert agreement.in_collective(frames, gpu=True) == gpu
+    assert failures.in_collective(frames) == cpu
+    assert failures.in_collective(frames, gpu=True) == gpu
 
 
 # --- environment, status, signals -----------------------------------------------------------------------------------------
@@ -560,10 +561,10 @@ def somewhere(text: str, folder: str = "torch/distributed"):
 
 def test_only_a_lost_peer_makes_a_victim():
     """An error from inside a collective waits for the culprit; a rank's own error there, or elsewhere, does not."""
-    assert agreement.is_peer_loss(somewhere("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
-    assert agreement.is_peer_loss(dist.DistBackendError("NCCL error: unhandled system error"))
-    assert not agreement.is_peer_loss(somewhere("expected a contiguous tensor"))
-    assert not agreement.is_peer_loss(somewhere("connection refused", "nova"))
-    assert not agreement.is_peer_loss(ValueError("gloo"))
+    assert failures.is_peer_loss(somewhere("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    assert failures.is_peer_loss(dist.DistBackendError("NCCL error: unhandled system error"))
+    assert not failures.is_peer_loss(somewhere("expected a contiguous tensor"))
+    assert not failures.is_peer_loss(somewhere("connection refused", "nova"))
+    assert not failures.is_peer_loss(ValueError("gloo"))
     own = NotImplementedError("not for gloo").with_traceback(somewhere("gloo").__traceback__)
-    assert not agreement.is_peer_loss(own)
+    assert not failures.is_peer_loss(own)
