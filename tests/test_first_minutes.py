@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -68,7 +69,10 @@ def test_a_console_that_cannot_take_a_character_or_is_gone_does_not_end_the_work
     os.close(read)
     assert "Broken pipe; going on" in run("-c", said, code=0, stdout=write)
     os.close(write)
-    closed = f"{sys.executable} -c \"{said}; open('{tmp_path}/mine', 'w').write('1')\" >&- 2>&-"
+    closed = (
+        shlex.join([sys.executable, "-c", f"{said}; open({str(tmp_path / 'mine')!r}, 'w').write('1')"])
+        + " >&- 2>&-"
+    )
     run("-c", closed, code=0, python=("bash",))
     assert (tmp_path / "mine").read_text() == "1", "a file got the number of a closed stream"
 
