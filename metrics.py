@@ -188,20 +188,24 @@ def memory(device) -> dict[str, float]:
             "peak": stats[1] / 1e9,
             "total": torch.cuda.mem_get_info(device)[1] / 1e9,
         }
-    import resource
-    import sys
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
     try:
-        with open("/proc/self/statm") as f:
-            now = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
-        return {
-            "now": now,
-            "peak": peak,
-            "total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
-        }
-    except (OSError, ValueError):
+        with open("/proc/self/status") as f:
+            kib = {
+                k: v.split()[0] for k, _, v in (line.partition(":") for line in f) if k in ("VmRSS", "VmHWM")
+            }
+        # not getrusage's ru_maxrss, which a process inherits from the one that started it
+        now, peak = (int(kib[name]) * 1024 / 1e9 for name in ("VmRSS", "VmHWM"))
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return {"now": now, "peak": peak, "total": total}
+    except (OSError, KeyError):  # no Linux
+        import resource
+        import sys
+
+        peak = (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024)
+            / 1e9
+        )
         return {"now": peak, "peak": peak, "total": None}
 
 

@@ -3,12 +3,13 @@
 import json
 import math
 import os
+import subprocess
 import sys
 import types
 
 import pytest
 import torch
-from conftest import tiny_settings
+from conftest import ROOT, tiny_settings
 
 import metrics
 import watch
@@ -370,6 +371,14 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     draw({"one": read_rows(m.path), "two": read_rows(m.path), "empty": []}, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_peak_memory_is_this_processs_own():
+    """getrusage's peak is inherited: a run that a large process starts would report that one's."""
+    ask = "import sys, metrics; print(metrics.memory('cpu')['peak'])"
+    large = f"x = b'x' * 10**9; import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
+    done = subprocess.run([sys.executable, "-c", large], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert 0.05 < float(done.stdout) < 0.8, done.stderr
 
 
 def test_smooth_does_not_lag():
