@@ -143,7 +143,7 @@ def test_more_configurations_are_within_a_fifth():
     compare(TRACKED_TOO, 0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_7_9_b_run_on_eight_ranks_is_within_a_tenth():
     """The seed's sizes, eager in bf16 with the CPU's norms: fake tensors, about a minute."""
     changes = dict(d_model=4096, n_layers=35, n_heads=32, n_kv_heads=8, ffn_hidden=14336, max_len=2048,
