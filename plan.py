@@ -61,7 +61,7 @@ HOP = 12e-6  # seconds of latency that each rank adds to a ring collective betwe
 USABLE = 0.95  # of a device's memory: above it the allocator starts to retry and everything slows down
 FRAGMENTATION = 0.04
 CONTEXT = 4 * GB  # CUDA context, NCCL buffers, cuBLAS workspaces
-START_UP = 300.0  # seconds of a launch before its first step
+START_UP = {"cuda": 300.0, "cpu": 5.0}  # seconds of a launch before its first step
 UPLOAD = 100e6  # bytes/s to the Hub, assumed
 DISK = 1e9  # bytes/s that a checkpoint is written with, assumed
 
@@ -445,9 +445,10 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     muon = s.n_layers * block_elements(s)
     # an 8-bit state is stored twice: the codes of each rank, and fp32 for another world size
     states = 4 * total + 4 * muon + (8 if s.adamw == "fp32" else 8 + 2 * (1 + 4 / 256)) * (total - muon)
-    run_hours = (s.steps * speed["seconds_per_step"] + START_UP) / 3600
+    start_up = START_UP[chosen["device"]]
+    run_hours = (s.steps * speed["seconds_per_step"] + start_up) / 3600
     budget = s.max_hours or s.job_hours
-    bought = max(0.0, (budget or 0) * 3600 - START_UP) * speed["tokens_per_second"]
+    bought = max(0.0, (budget or 0) * 3600 - start_up) * speed["tokens_per_second"]
     tokens = s.steps * s.tokens_per_step
     price = s.usd_per_gpu_hour * gpus
     result = Plan(
@@ -507,11 +508,11 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
     elif result.memory_peak > 0.9 * result.memory_capacity:
         warn(f"memory is tight: {peak_gb:.1f} of {capacity_gb:.1f} GB usable")
     if s.max_hours or s.job_hours:
-        warmup = (s.warmup_steps * speed["seconds_per_step"] + START_UP) / 3600
+        warmup = (s.warmup_steps * speed["seconds_per_step"] + START_UP[result.facts["device"]]) / 3600
         share, budget = money["budget_share"], money["budget_hours"]
         if s.max_hours and s.max_hours <= warmup:
             result.problems.append(
-                f"max_hours={s.max_hours:g} end inside the warm-up, which takes {warmup:.1f} h: "
+                f"max_hours={s.max_hours:g} end inside the warm-up, which takes {warmup:.2g} h: "
                 f"lower warmup_steps={s.warmup_steps}, or raise max_hours"
             )
         elif share < 1 and s.max_hours:

@@ -354,6 +354,12 @@ def test_a_config_file_can_run_and_says_what_the_plan_says(capsys, name):
         assert said.groups() == (f"{seconds:.3g}", f"{memory:.0f}"), f"now {seconds:.3g} s, {memory:.0f} GB"
 
 
+def test_a_budget_of_a_minute_is_enough_for_the_quickstart(capsys):
+    """A CPU starts in seconds: the 5 minutes of a GPU's launch are not taken off."""
+    code, out, _ = run(capsys, config("quickstart.py"), "--gpus=1", "--gpu=cpu", "--max_hours=0.02")
+    assert code == 0 and "CANNOT RUN" not in out and "decay will be moved" in out
+
+
 def test_every_line_of_the_plan_is_there(capsys):
     code, out, _ = run(capsys, config("h200_multinode.py"), "--gpus=64", "--hf_model_repo=a/b")
     assert code == 0
