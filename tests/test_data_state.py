@@ -215,8 +215,8 @@ class Gloo:
             raise RuntimeError(f"another rank: {next(t for t in told if t)}")
 
 
-def train_on(rank, world, folder, start, state=None):
-    stream = data.open_stream(settings(folder), Gloo(rank, world), lambda text: None, state)
+def six_steps(stream, start):
+    """What a stream gives in steps start … start + 5, and its state then."""
     out = []
     for step in range(start, start + 6):
         if stream.listing:
@@ -225,6 +225,11 @@ def train_on(rank, world, folder, start, state=None):
         b = stream.next_batch(24)
         out.append((b.ids, b.x.tolist(), b.y.tolist()))
     return out, stream.state()
+
+
+def train_on(rank, world, folder, start, state=None):
+    stream = data.open_stream(settings(folder), Gloo(rank, world), lambda text: None, state)
+    return six_steps(stream, start)
 
 
 def fail_on(rank, world, folder):
@@ -259,14 +264,7 @@ def test_real_processes_agree(root):
 def train_on_alone(folder, start, state=None):
     crew_settings, rank = settings(folder), Rank()
     stream = data.open_stream(crew_settings, rank, lambda text: None, state)
-    out = []
-    for step in range(start, start + 6):
-        if stream.listing:
-            stream.listing.join(60)
-        stream.refresh(step)
-        b = stream.next_batch(24)
-        out.append((b.ids, b.x.tolist(), b.y.tolist()))
-    return out, stream.state()
+    return six_steps(stream, start)
 
 
 def test_a_bad_dataset_stops_all_ranks(tmp_path):

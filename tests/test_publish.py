@@ -12,7 +12,14 @@ import time
 import traceback
 
 import pytest
-from checkpoint_tools import all_bits, digest_of, names_in, open_folder, state_for
+from checkpoint_tools import (  # noqa: F401 (one_rank_group: a fixture)
+    all_bits,
+    digest_of,
+    names_in,
+    one_rank_group,
+    open_folder,
+    state_for,
+)  # fmt: skip
 from fake_hub import (  # noqa: F401 (fixtures)
     READ_TOKEN,
     WRITE_TOKEN,

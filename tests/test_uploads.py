@@ -11,7 +11,15 @@ import time
 
 import pytest
 import torch.distributed as dist
-from checkpoint_tools import MemoryHub, all_bits, damage, names_in, open_folder, state_for
+from checkpoint_tools import (  # noqa: F401 (one_rank_group: a fixture)
+    MemoryHub,
+    all_bits,
+    damage,
+    names_in,
+    one_rank_group,
+    open_folder,
+    state_for,
+)  # fmt: skip
 from conftest import tiny_settings
 from workers import run
 
@@ -22,15 +30,9 @@ from checkpoint import CheckpointError
 
 
 @pytest.fixture(autouse=True)
-def quick_retries(monkeypatch):
+def quick_retries(monkeypatch, one_rank_group):  # noqa: F811 (a fixture)
     """Tries again after milliseconds, in a one-rank process group."""
     monkeypatch.setattr(uploads.Uploads, "RETRY", (0.01, 0.02))
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if ours:
-        dist.destroy_process_group()
 
 
 def save(c, *steps, kind="latest"):
