@@ -124,9 +124,8 @@ class Control:
         self.prefix = f"nova/{environ.get('TORCHELASTIC_RUN_ID', '')}"
         try:
             if hosts:  # under torchrun the agent hosts it, and it outlives every worker
-                soon = min(
-                    self.timeout, timedelta(seconds=30)
-                )  # to reach itself: not without a loopback device
+                # to reach itself: not without a loopback device
+                soon = min(self.timeout, timedelta(seconds=30))
                 self.server = dist.TCPStore(
                     self.address, self.port, is_master=True, wait_for_workers=False, timeout=soon
                 )

@@ -16,13 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-MATRICES = (
-    "attn.qkv",
-    "attn.o_proj",
-    "ffn.gate",
-    "ffn.up",
-    "ffn.down",
-)  # the ones of a block that become float8
+# the ones of a block that become float8
+MATRICES = ("attn.qkv", "attn.o_proj", "ffn.gate", "ffn.up", "ffn.down")
 
 
 class ModelError(ValueError):
@@ -161,10 +156,8 @@ def convert_fp8(model, settings, log=print):
     Weights are gathered in bf16 and cast after: torchao's float8 all-gather is for tensorwise only and wraps the masters
     in a tensor subclass that Muon and the checkpoints would have to know.
     """
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )  # costs 2 s: only where it is used
+    # costs 2 s: only where it is used
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     taken, skipped = [], {}
 

@@ -326,17 +326,7 @@ def case_checkpoint(report: Report, options):
 
 # --- startup ------------------------------------------------------------------------------------------------
 
-IMPORTS = (
-    "numpy",
-    "torch",
-    "torchao.float8",
-    "bitsandbytes",
-    "huggingface_hub",
-    "model",
-    "muon",
-    "data",
-    "checkpoint",
-)
+IMPORTS = "numpy torch torchao.float8 bitsandbytes huggingface_hub model muon data checkpoint".split()
 
 
 def until(pattern: str, command: list[str], deadline: float = 300) -> float:

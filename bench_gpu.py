@@ -175,9 +175,8 @@ def case_attention(report: Report, device: Device, found: dict):
             except RuntimeError as e:
                 report.fact("gpu/sdpa", form=form, kernel=kind, failed=str(e).splitlines()[0][:60])
                 continue
-            useful = (
-                3.5 * 2 * s["batch"] * heads * s["context"] ** 2 * (useful_qk + vd) / 2 * calls
-            )  # causal: half
+            # causal: half
+            useful = 3.5 * 2 * s["batch"] * heads * s["context"] ** 2 * (useful_qk + vd) / 2 * calls
             report.fact("gpu/sdpa", form=form, kernel=kind, ms=1e3 * seconds, TF=useful / seconds / 1e12)
 
 

@@ -229,25 +229,21 @@ class Metrics:
         self.settings, self.out_dir, self.world, self.log, self.main = settings, out_dir, world, log, main
         self.device, self.clock = torch.device(device), clock
         self.flops_per_token = flops_per_token if callable(flops_per_token) else lambda ctx: flops_per_token
-        self.launched = (
-            clock() if launched is None else launched
-        )  # hand in the process's start: it is paid for too
+        # hand in the process's start: it is paid for too
+        self.launched = clock() if launched is None else launched
         fresh = settings.resume == "never"
-        self.used_before, self.restarts = (
-            (0.0, 0) if fresh else time_used(out_dir)
-        )  # seconds: Budget's `used`, too
+        # seconds: Budget's `used`, too
+        self.used_before, self.restarts = (0.0, 0) if fresh else time_used(out_dir)
         self.losses = deque(maxlen=50)
         self.tokens = self.bad_steps = 0
         self.first_step = self.last = 0
         self.time = dict.fromkeys((*PARTS, "evaluation", "save", "start-up"), 0.0)  # seconds of all launches
         self.best: dict | None = None
         self.last_evaluation: dict | None = None
-        self.window: dict[
-            str, float
-        ] = {}  # since the last console lines: seconds by part, "total", "tokens", "steps"
-        self.baseline = memory(device)[
-            "now"
-        ]  # GB before the model: a CPU's resident memory holds Python and torch, too
+        # since the last console lines: seconds by part, "total", "tokens", "steps"
+        self.window: dict[str, float] = {}
+        # GB before the model: a CPU's resident memory holds Python and torch, too
+        self.baseline = memory(device)["now"]
         self.trained = dict.fromkeys(("seconds", "tokens", "flops", "steps"), 0.0)  # of this launch
         self.peak, self.peak_source = device_peak(device) if main else (None, "")
         self.end_step = settings.steps
@@ -333,12 +329,8 @@ class Metrics:
             self.time[part] += timers.get(part, 0.0)
         for name, value in {**timers, "tokens": tokens, "steps": 1}.items():
             self.window[name] = self.window.get(name, 0.0) + value
-        for name, value in (
-            ("seconds", seconds),
-            ("tokens", tokens),
-            ("flops", tokens * (flops or 0)),
-            ("steps", 1),
-        ):
+        done = {"seconds": seconds, "tokens": tokens, "flops": tokens * (flops or 0), "steps": 1}
+        for name, value in done.items():
             self.trained[name] += value
         self.tokens += tokens
         self.last = step
@@ -412,18 +404,11 @@ class Metrics:
         """An evaluation is done; True when it is the best so far. Draws loss.png."""
         self.time["evaluation"] += seconds
         best = math.isfinite(loss) and (self.best is None or loss < self.best["loss"])
-        self.last_evaluation = {
-            "step": step,
-            "loss": loss,
-            "loss_by_domain": by_domain,
-            "bits_per_byte": bits_per_byte,
-        }
+        result = dict(loss=loss, loss_by_domain=by_domain, bits_per_byte=bits_per_byte)
+        self.last_evaluation = {"step": step, **result}
         if best:
             self.best = {"step": step, "loss": loss}
-        self.row(
-            "evaluation", step, loss=loss, loss_by_domain=by_domain, bits_per_byte=bits_per_byte, seconds=seconds,
-            final=final,
-        )  # fmt: skip
+        self.row("evaluation", step, **result, seconds=seconds, final=final)
         if self.main:
             bpb = f"  {bits_per_byte:.4f} bits/byte" if bits_per_byte is not None else ""
             self.log(f"  >> val {loss:.4f}  ppl {perplexity(loss):.2f}{bpb}{'  (best)' if best else ''}")
@@ -547,15 +532,10 @@ class Metrics:
 
 def duration(seconds: float) -> str:
     """3725 -> '1.03h'; below an hour minutes, below two minutes seconds."""
-    if seconds >= 48 * 3600:
-        return f"{seconds / 86400:.1f}d"
-    return (
-        f"{seconds / 3600:.2f}h"
-        if seconds >= 3600
-        else f"{seconds / 60:.1f}min"
-        if seconds >= 120
-        else f"{seconds:.0f}s"
-    )
+    for limit, unit, size in ((48 * 3600, "d", 86400), (3600, "h", 3600), (120, "min", 60)):
+        if seconds >= limit:
+            return f"{seconds / size:.{2 if unit == 'h' else 1}f}{unit}"
+    return f"{seconds:.0f}s"
 
 
 def count(value: float) -> str:

@@ -59,15 +59,13 @@ def orthogonalize(G: Tensor, coeffs=POLAR_EXPRESS, dtype=torch.bfloat16, scale: 
     Singular values end in [0.86, 1.14] where they started above 1/1000 of the norm; 0 stays 0.
     """
     X = G.to(dtype)
-    norm = torch.linalg.vector_norm(
-        X, dim=(-2, -1), keepdim=True
-    )  # summed in fp32; its rounding is below the 2 %
+    # summed in fp32; its rounding is below the 2 %
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
     X = X / (1.02 * norm).clamp_min(1e-20)  # spectral norm <= 1
     tall = G.size(-2) > G.size(-1)
     X = X.mT.contiguous() if tall else X
-    A = X.new_empty(
-        *X.shape[:-1], X.size(-2)
-    )  # kept over the iterations: page faults cost a CPU more than the copies
+    # kept over the iterations: page faults cost a CPU more than the copies
+    A = X.new_empty(*X.shape[:-1], X.size(-2))
     B, Y = torch.empty_like(A), torch.empty_like(X)
     mm = torch.addmm if G.ndim == 2 else torch.baddbmm
     for i, (a, b, c) in enumerate(coeffs):
@@ -368,9 +366,8 @@ def clip_grads(model: nn.Module, max_norm: float, scale: float = 1.0) -> Tensor:
         parts[(p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device].append(p)
         if p.grad is None and p.requires_grad:
             missing.append(name)
-    mark = float(
-        zlib.crc32(" ".join(missing).encode()) & 0xFFFF
-    )  # its square is exact, as are sums over ranks
+    # its square is exact, as are sums over ranks
+    mark = float(zlib.crc32(" ".join(missing).encode()) & 0xFFFF)
     square, alike = 0.0, True
     for params in parts.values():
         layout = Layout(params[0])
@@ -384,9 +381,8 @@ def clip_grads(model: nn.Module, max_norm: float, scale: float = 1.0) -> Tensor:
                 dist.all_reduce(total, group=group)
         sum_of_squares, marks, squared_marks = total.tolist()
         square += sum_of_squares / layout.replicas
-        alike &= (
-            layout.size * layout.replicas * squared_marks == marks**2
-        )  # Cauchy-Schwarz: only if all are equal
+        # Cauchy-Schwarz: only if all are equal
+        alike &= layout.size * layout.replicas * squared_marks == marks**2
     if not alike:
         raise MuonError(
             f"some gradients are None on some ranks only; on this one: {missing or 'no gradient'}"

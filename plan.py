@@ -104,26 +104,15 @@ class Plan:
         memory, memory_name, mfu = report.get("memory_peak_gb"), "peak memory/GPU, GB", report.get("mfu")
         if memory is not None and self.facts["device"] == "cpu":
             memory -= report.get("memory_before_model_gb", 0.0)  # Python and torch
-            memory_name, mfu = (
-                "tensors; growth of process, GB",
-                None,
-            )  # kernels too; this CPU's peak is measured
+            # kernels too; this CPU's peak is measured
+            memory_name, mfu = "tensors; growth of process, GB", None
+        speed, rate = self.speed, "tokens_per_second_per_gpu"
         rows = (
             ("parameters", self.parameters["total"], report.get("parameters"), number),
             (memory_name, self.memory_peak / GB, memory, "{:.2f}".format),
-            (
-                "seconds a step",
-                self.speed["seconds_per_step"],
-                report.get("seconds_per_step"),
-                "{:.3g}".format,
-            ),
-            (
-                "tokens/s/GPU",
-                self.speed["tokens_per_second_per_gpu"],
-                report.get("tokens_per_second_per_gpu"),
-                number,
-            ),
-            ("MFU", self.speed["mfu"], mfu, "{:.1%}".format),
+            ("seconds a step", speed["seconds_per_step"], report.get("seconds_per_step"), "{:.3g}".format),
+            ("tokens/s/GPU", speed[rate], report.get(rate), number),
+            ("MFU", speed["mfu"], mfu, "{:.1%}".format),
             ("checkpoint, GB", self.files["checkpoint"] / GB, report.get("checkpoint_gb"), "{:.3g}".format),
         )
         return [f"plan against measured: {'planned':>25} {'measured':>10} {'ratio':>6}"] + [
@@ -342,28 +331,24 @@ def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: i
     per_token = flops_per_token(s, s.ctx_end_len)
     linear = 6 * s.n_layers * block_elements(s)
     head = 6 * s.padded_vocab_size * s.d_model
-    attention = (
-        max(0.0, per_token - linear - head) / 2
-    )  # MFU's convention counts all T x T scores; causal needs half
+    # MFU's convention counts all T x T scores; causal needs half
+    attention = max(0.0, per_token - linear - head) / 2
     rate = gpu.bf16 * ACHIEVED["bf16"]
     block_rate = gpu.fp8 * ACHIEVED["fp8"] * FP8_GAIN[s.fp8_recipe] if chosen["fp8"] and gpu.fp8 else rate
     compute = tokens * (
         linear / block_rate + head / rate + attention * 7 / 6 / (gpu.bf16 * ACHIEVED["attention"])
     )
-    compute += (
-        {"none": 0, "selective": 1 / 9, "full": 1 / 3}[s.activation_checkpointing]
-        * tokens
-        * linear
-        / block_rate
-    )
+    again = {"none": 0, "selective": 1 / 9, "full": 1 / 3}[
+        s.activation_checkpointing
+    ]  # of the blocks' forward
+    compute += again * tokens * linear / block_rate
     passes = 1.0 if chosen["compile"] else 2.6
     elementwise = passes * 3 * 2 * tokens * (8 * s.d_model + 2 * s.ffn_hidden) * s.n_layers
     # the loss: compiled, two readings of the bf16 logits and a gradient; eager, fourteen fp32 passes (model.rows_loss)
     elementwise += tokens * s.padded_vocab_size * (8 if chosen["compile"] else 60)
     compute += elementwise / (gpu.bandwidth * ACHIEVED["bandwidth"])
-    link = (
-        gpu.link if shard <= 8 else gpu.net * 8
-    )  # NVLink inside a node, then one rail of the network per GPU
+    # NVLink inside a node, then one rail of the network per GPU
+    link = gpu.link if shard <= 8 else gpu.net * 8
     gathers = 2 if s.reshard_after_forward else 1
     reduces = 1 if s.reduce_every_micro_step else 1 / accum
     volume = total * (shard - 1) / shard * (2 * gathers + 4 * reduces)  # bf16 gathers, fp32 reduce-scatter
@@ -392,10 +377,8 @@ def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: i
     }
 
 
-LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)  # of a container: v2, v1
+# of a container: v2, v1
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def host_memory() -> float:
@@ -554,15 +537,10 @@ def number(value: float) -> str:
 
 def hours(value: float) -> str:
     """Hours as days above two of them, as minutes or seconds below one hour."""
-    if value >= 48:
-        return f"{value / 24:.1f} days"
-    return (
-        f"{value:.2f} h"
-        if value >= 1
-        else f"{value * 60:.1f} min"
-        if value >= 1 / 30
-        else f"{value * 3600:.0f} s"
-    )
+    for limit, unit, size in ((48, "days", 24), (1, "h", 1), (1 / 30, "min", 1 / 60)):
+        if value >= limit:
+            return f"{value / size:.{2 if unit == 'h' else 1}f} {unit}"
+    return f"{value * 3600:.0f} s"
 
 
 def overlay(folders: list[str]) -> int:

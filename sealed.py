@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 FORMAT = "nova-checkpoint-1"
-NAME = re.compile(
-    r"step-(\d{8,})-(latest|best|milestone|final)-(\d{4,})"
-)  # step, kind, serial number of the save
+# step, kind, serial number of the save
+NAME = re.compile(r"step-(\d{8,})-(latest|best|milestone|final)-(\d{4,})")
 DTYPES = {  # safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -148,9 +147,8 @@ def write_tensors(path: str, tensors: dict[str, torch.Tensor], metadata: dict[st
 
     The library's own writer copies everything twice and holds the interpreter while it does; this one streams from
     the tensors' memory, hashes on the way, and lets training run."""
-    names = sorted(
-        tensors, key=lambda n: (-tensors[n].element_size(), n)
-    )  # large items first: all are aligned
+    # large items first: all are aligned
+    names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))
     header, at = {"__metadata__": metadata}, 0
     for name in names:
         tensor = tensors[name]

@@ -193,9 +193,8 @@ def check_links(agree, settings, log=print):
     if agree.local_rank == 0 and count > 1:
         try:
             answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
-            topology = (
-                answer.stdout if "CUDA_VISIBLE_DEVICES" not in os.environ else None
-            )  # it shows all GPUs
+            # it shows all GPUs
+            topology = answer.stdout if "CUDA_VISIBLE_DEVICES" not in os.environ else None
         except (OSError, subprocess.SubprocessError):
             topology = None
         wrong = slow_links(count, torch.cuda.can_device_access_peer, topology)

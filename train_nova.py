@@ -35,7 +35,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +71,7 @@ class Run:
     asked: dict = None  # the settings as given: what a resume compares
     chosen: dict = None  # what use_fp8 and use_compile became: stored, never chosen again
     stream: data.Stream = None
+    planned: plan.Plan | None = None  # None: a device whose data sheet is not known
     model: torch.nn.Module = None
     optimizers: list = None  # [muon, adamw]
     checkpoints: checkpoint.Checkpoints = None
@@ -98,7 +98,7 @@ def train(settings: Settings) -> dict:
     run = start_up(Run(settings, agree, log, agree.device, grace=startup.grace_seconds()), launched)
     if complete(run):
         return published(run)
-    with explained_memory(run):
+    with watch.explained_memory(run):
         if settings.drill:
             return drill.drill(run, loop, evaluate, save, resume, export)
         stop = loop(run, settings.stop_at)
@@ -121,37 +121,6 @@ def upload_patience(run: Run, stop: str | None, now: float) -> float:
     if grace is not None and signalled:  # torchrun kills then: the status must be written by that time
         return max(0.0, min(patience, signalled + grace - STATUS_SECONDS - now))
     return patience
-
-
-class OutOfMemory(RuntimeError):
-    """A device is out of memory. The same settings would be again: not retried."""
-
-    exit_code = 70
-
-    def __init__(self, run: Run, error: BaseException):
-        s = run.settings
-        parts = plan_of(run)
-        table = "\n".join(line for line in parts.lines() if "memory" in line) if parts else ""
-        super().__init__(
-            f"out of memory at step {run.step + 1}: {str(error).splitlines()[0] if str(error) else 'host memory'}\n{table}\n"
-            f"lower micro_batch={s.micro_batch}, or set activation_checkpointing=selective (now "
-            f"{s.activation_checkpointing}), or reduce_every_micro_step=true (now {s.reduce_every_micro_step})"
-        )
-
-
-@contextmanager
-def explained_memory(run: Run):
-    """Out of memory in here says which setting to change."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as e:
-        raise OutOfMemory(run, e) from e
-
-
-class Diverged(RuntimeError):
-    """Non-finite losses or gradients, again and again. The same run would be again: not retried."""
-
-    exit_code = 70
 
 
 def check_needs(s: Settings):
@@ -181,9 +150,8 @@ def start_up(run: Run, launched: float) -> Run:
         selftest.check_links(agree, s, log)
     with agree.stage("collectives"):
         mesh = startup.make_mesh(s, agree.world, run.device)
-        agree.limit_collectives(
-            s.init_timeout
-        )  # a mesh's groups come with torch's own limit, 10 minutes of NCCL
+        # a mesh's groups come with torch's own limit, 10 minutes of NCCL
+        agree.limit_collectives(s.init_timeout)
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
         selftest.check_collectives(agree, run.device, groups, log)
     with agree.stage("settings"):
@@ -204,7 +172,7 @@ def start_up(run: Run, launched: float) -> Run:
         if run.stream.vocab_size <= 4096:
             run.baseline = data.bigram_baseline(run.stream, 1e6, s.final_eval_rows)
             log(f"bigram baseline {run.baseline:.4f}: below it a model has learnt more than pairs of tokens")
-        planned = plan_of(run)
+        planned = run.planned = plan_of(run)
         for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
             log(line)
         # latest, best, milestone; final and one in flight; what a run that goes on has there already counts
@@ -212,13 +180,13 @@ def start_up(run: Run, launched: float) -> Run:
             planned.files["checkpoint"] * (3 * s.ckpt_keep + 2) + planned.files["weights"] if planned else 0
         )
         selftest.check_storage(agree, s.out_dir, max(0, int(room) - run.checkpoints.held()), log)
-    with agree.stage("model"), explained_memory(run):
+    with agree.stage("model"), watch.explained_memory(run):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
         selftest.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
-    with agree.stage("optimizers"), explained_memory(run):
+    with agree.stage("optimizers"), watch.explained_memory(run):
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
-    with agree.stage("compile", s.init_timeout), explained_memory(run):
+    with agree.stage("compile", s.init_timeout), watch.explained_memory(run):
         if run.model.compiled:
             compile_shapes(run)
         run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
@@ -458,7 +426,7 @@ def update(run: Run, loss: float, grad_norm: float) -> bool:
             f"step {run.step + 1}: loss {loss}, grad_norm {grad_norm}: update skipped ({run.bad_in_a_row} in a row)"
         )
         if run.bad_in_a_row >= run.settings.max_bad_steps:
-            raise Diverged(
+            raise watch.Diverged(
                 f"{run.bad_in_a_row} non-finite steps in a row up to step {run.step + 1}: lower muon_lr and lr, or look at "
                 f"the data of samples {run.step * run.settings.sequences_per_step} and following"
             )
@@ -588,8 +556,7 @@ def finish(run: Run) -> dict:
         optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.checkpoints.failures),
         checkpoint_gb=run.receipts[-1]["bytes"] / 1e9 if run.receipts else None,
     )  # fmt: skip
-    planned = plan_of(run)
-    for line in planned.against(report) if planned else []:
+    for line in run.planned.against(report) if run.planned else []:
         run.log(line)
     pause = max((r["pause"] for r in run.receipts), default=0.0)
     minutes = schedule.save_minutes_suggested(pause)

@@ -43,9 +43,8 @@ class Uploads:
                 self.receipts = json.load(f)
         except (OSError, ValueError):
             self.receipts = {}  # at worst something is uploaded twice
-        self.pending: dict[
-            str, tuple[str, str]
-        ] = {}  # {remote prefix: (folder, kind)}, first come first served
+        # {remote prefix: (folder, kind)}, first come first served
+        self.pending: dict[str, tuple[str, str]] = {}
         self.active, self.known, self.failures, self.deadline = None, None, 0, None
         self.seconds: float | None = None  # that the latest checkpoint took to get there
         self.changed, self.thread = threading.Condition(), None
@@ -140,9 +139,8 @@ class Uploads:
         there = self.publisher.list(prefix)
         for name, entry in manifest["files"].items():
             size, digest = there.get(f"{prefix}/{name}" if prefix else name, (None, None))
-            known = (
-                isinstance(digest, str) and len(digest) == 64
-            )  # small files have git's id instead of a sha256
+            # small files have git's id instead of a sha256
+            known = isinstance(digest, str) and len(digest) == 64
             if size != entry["size"] or (known and digest != entry["sha256"]):
                 raise CheckpointError(
                     f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"

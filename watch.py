@@ -1,6 +1,6 @@
-"""Watching a run's health: parameters that do not move, ranks that lag, and a black box for when it ends badly.
+"""Watching a run's health: parameters that do not move, ranks that lag, and, when it ends badly, why.
 
-Everything here only looks. It is handed tensors, callables and numbers, and returns sentences for a person, or None.
+Everything here only looks, and nothing changes the run. It is handed tensors, callables and numbers, and returns sentences for a person, or None.
 
     movement = Movement(model.named_parameters())        # before the first update of a launch
     each of its first 20 steps, before the update:  movement.saw_gradients()
@@ -14,6 +14,7 @@ import math
 import os
 import statistics
 from collections import deque
+from contextlib import contextmanager
 
 import torch
 
@@ -129,6 +130,33 @@ class BlackBox:
         """Write the ring and `values` (layer norms…); the path."""
         write_json(self.path, {"reason": reason, **values, "steps": list(self.ring)})
         return self.path
+
+
+class OutOfMemory(RuntimeError):
+    """A device, or the host, is out of memory. The same settings would be again: not retried."""
+
+    exit_code = 70
+
+
+@contextmanager
+def explained_memory(run):
+    """Out of memory in here says what was planned, and which setting to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as e:
+        s, lines = run.settings, run.planned.lines() if run.planned else []
+        table = "\n".join(line for line in lines if "memory" in line)
+        raise OutOfMemory(
+            f"out of memory at step {run.step + 1}: {str(e).splitlines()[0] if str(e) else 'host memory'}\n{table}\n"
+            f"lower micro_batch={s.micro_batch}, or set activation_checkpointing=selective (now "
+            f"{s.activation_checkpointing}), or reduce_every_micro_step=true (now {s.reduce_every_micro_step})"
+        ) from e
+
+
+class Diverged(RuntimeError):
+    """Non-finite losses or gradients, again and again. The same run would be again: not retried."""
+
+    exit_code = 70
 
 
 def is_bad(loss: float, grad_norm: float) -> bool:

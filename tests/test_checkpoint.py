@@ -360,9 +360,8 @@ def test_a_checkpoint_of_another_run_is_skipped(tmp_path):
     assert any("belongs to run b-" in line for line in lines)
     for step in range(4, 8):
         c.save(step, "latest", *state_for(0, 1), {}, wait=True)
-    assert set(names_in(tmp_path / "b")) <= set(
-        names_in(tmp_path / "a")
-    )  # rotation never took them for its own
+    # rotation never took them for its own
+    assert set(names_in(tmp_path / "b")) <= set(names_in(tmp_path / "a"))
     c.close()
     os.unlink(tmp_path / "a" / "run.json")
     with pytest.raises(CheckpointError, match="several runs"):

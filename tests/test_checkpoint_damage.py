@@ -114,9 +114,8 @@ def test_when_all_are_damaged_the_run_stops_and_starts_nothing_over(tmp_path):
         assert sum("DAMAGED" in line for line in lines) == (2 if launch == 1 else 0)
         c.close()
     after = digest_of(tmp_path)
-    assert (
-        len([v for v in after.values() if v in before]) >= len(before) - 2
-    )  # nothing was deleted (lock, run.json)
+    # nothing was deleted (lock, run.json)
+    assert len([v for v in after.values() if v in before]) >= len(before) - 2
 
 
 def make_bad(target, good, how):

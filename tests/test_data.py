@@ -76,9 +76,8 @@ def test_order_depends_on_seed_and_domain_names_only(root, tmp_path):
     first = Crew(settings(root)).run(range(4))
     assert Crew(settings(copy)).run(range(4)) == first
     assert Crew(settings(root, seed=8)).run(range(4)) != first
-    one = dataset(
-        tmp_path / "one", shards=(40,)
-    )  # a single shard: the order inside it depends on the seed as well
+    # a single shard: the order inside it depends on the seed as well
+    one = dataset(tmp_path / "one", shards=(40,))
     assert Crew(settings(one)).run(range(2)) != Crew(settings(one, seed=8)).run(range(2))
 
 

@@ -17,11 +17,8 @@ from launch import TORCHRUN, Launch, alive
 from workers import ROOT
 
 SLACK = 5.0  # seconds
-EXIT, LOST, DEADLINE = (
-    5.0,
-    15.0,
-    15.0,
-)  # seconds: a rank that exits; one killed or silent; beyond a stage's deadline
+# seconds: a rank that exits; one killed or silent; beyond a stage's deadline
+EXIT, LOST, DEADLINE = 5.0, 15.0, 15.0
 
 
 def check(tmp_path, fault: str, *options, bound: float, culprit, status: str, words: str = "", but=(), **how):
@@ -162,9 +159,8 @@ def stop_by(tmp_path, number, target, at="loop", options=(), **how):
 def test_sigterm_to_the_launcher_saves_once_and_is_resumable(tmp_path):
     ended, saved, steps, _, text = stop_by(tmp_path, signal.SIGTERM, "launcher", ranks=2)
     assert (ended["status"], ended["exit_code"], ended["resumable"]) == ("stopped", 3, True), text
-    assert (
-        len(steps) == 1 and int(saved) == int(steps.pop()) - 1 == ended["saved"]
-    )  # the step in hand was not taken
+    # the step in hand was not taken
+    assert len(steps) == 1 and int(saved) == int(steps.pop()) - 1 == ended["saved"]
     assert ended["reason"] == "SIGTERM" and "Traceback" not in text.split("[nova]")[0]
 
 

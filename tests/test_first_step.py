@@ -46,9 +46,8 @@ def first_step(rank, world, broken="", tied=True):
     elif broken == "head":
         model.SoftcapCrossEntropy.apply = lambda x, w, *a: kept[2](x, w.detach(), *a)
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(
-        0, 100, (8, settings.max_len + 1), generator=generator
-    )  # ids above 99 are never seen
+    # ids above 99 are never seen
+    rows = torch.randint(0, 100, (8, settings.max_len + 1), generator=generator)
     mine = rows.view(world, -1, settings.max_len + 1)[rank]
     try:
         loss, _ = net(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())

@@ -371,9 +371,8 @@ def test_eight_bit_state(world, embed_rows):
     results = run(saved, 2, adamw="8bit", embed_rows=embed_rows)
     now, shared, _, later = results[0]
     own = [r[2] for r in results]
-    assert {k.rpartition(".")[0] for k in own[0]} == {
-        "adamw.embed.weight"
-    }  # alone has 4,096 entries on a rank
+    # alone has 4,096 entries on a rank
+    assert {k.rpartition(".")[0] for k in own[0]} == {"adamw.embed.weight"}
     assert {k.rpartition(".")[2] for k in own[0]} == {"state1", "state2", "absmax1", "absmax2"}
     if world == 2:
         for result in run(resumed, 2, adamw="8bit", now=now, shared=shared, own=own, embed_rows=embed_rows):

@@ -63,9 +63,8 @@ def track(world: int, changes: dict) -> dict:
         pass
 
     s = tiny_settings(**{**SMALL, **changes})
-    s.sequences_per_step = (
-        min(2, s.grad_accum(world)) * s.micro_batch * world
-    )  # two micro-steps are like more
+    # two micro-steps are like more
+    s.sequences_per_step = min(2, s.grad_accum(world)) * s.micro_batch * world
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     shard = s.shard_size or world
     shape, names = ((world,), None) if shard == world else ((world // shard, shard), ("replicate", "shard"))
@@ -88,9 +87,8 @@ def track(world: int, changes: dict) -> dict:
         for optimizer in muon.build_optimizers(net, s, net.row_blocks(), log=quiet):
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 state = optimizer.state[p]
-                tensors = (
-                    [state["momentum"]] if "momentum" in state else [p, p]
-                )  # AdamW makes its two at its first step
+                # AdamW makes its two at its first step
+                tensors = [state["momentum"]] if "momentum" in state else [p, p]
                 states += sum(plan_bytes(t) for t in tensors)
         elements = sum(p.numel() for p in net.parameters())
     dist.destroy_process_group()
@@ -183,9 +181,8 @@ def test_saved_activations_are_exact_in_eager(attention):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             block(x, cos, sin, torch.zeros(()))
     real = sum(kept.values()) / (2 * s.max_len)
-    assert saved_bytes(s, "cpu eager") == pytest.approx(
-        real, rel=0.01
-    )  # the rest: one number per head and norm
+    # the rest: one number per head and norm
+    assert saved_bytes(s, "cpu eager") == pytest.approx(real, rel=0.01)
 
 
 @pytest.mark.slow

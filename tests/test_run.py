@@ -20,6 +20,7 @@ from workers import Rank
 
 import metrics
 import train_nova
+import watch
 
 TINY = """
 import os
@@ -237,8 +238,9 @@ def test_a_stopped_launch_waits_for_uploads_no_longer_than_torchrun_waits_for_it
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
 def test_out_of_memory_in_any_stage_names_the_settings_and_is_not_retried(error):
     run = train_nova.Run(tiny_settings(), Rank(), print, torch.device("cpu"))
-    with pytest.raises(train_nova.OutOfMemory, match="(?s)memory/GPU.*micro_batch=4.*selective") as e:
-        with train_nova.explained_memory(run):
+    run.planned = train_nova.plan_of(run)
+    with pytest.raises(watch.OutOfMemory, match="(?s)memory/GPU.*micro_batch=4.*selective") as e:
+        with watch.explained_memory(run):
             raise error
     assert e.value.exit_code == 70
 
@@ -466,9 +468,8 @@ def kill_at_random(world, seed, ranks):
             victims = subprocess.run(
                 ["pgrep", "-P", str(child.pid)], text=True, capture_output=True
             ).stdout.split()
-            one = (
-                ranks and victims and rng.random() < 0.5
-            )  # one rank: its peers and the launcher must end by themselves
+            # one rank: its peers and the launcher must end by themselves
+            one = ranks and victims and rng.random() < 0.5
             (os.kill if one else os.killpg)(int(victims[0]) if one else child.pid, signal.SIGKILL)
             kills += 1
             try:

@@ -390,9 +390,8 @@ def test_threads_are_the_users_or_a_share_of_the_cores(monkeypatch, wish, enviro
     """torchrun sets one thread where the user said nothing; one that the user set is one. None: left alone."""
     told = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
-    monkeypatch.setattr(
-        torch, "set_float32_matmul_precision", lambda precision: None
-    )  # of all other tests, too
+    # of all other tests, too
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12), raising=False)
     startup.set_arithmetic(tiny_settings(threads=wish), torch.device("cpu"), 2, environ)
     assert told == ([threads] if threads else [])

@@ -110,13 +110,8 @@ def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(t
     save(c, 6, 7, 8, 9)
     assert time.monotonic() - began < 25 and len(c.poll()) == 9
     latest = [int(n.split("-")[1]) for n in names_in(tmp_path) if "latest" in n]
-    assert latest == [
-        1,
-        6,
-        7,
-        8,
-        9,
-    ]  # 1 is being uploaded: never rotated; 2 and 3 gave way to keep + 2 younger ones
+    # 1 is being uploaded: never rotated; 2 and 3 gave way to keep + 2 younger ones
+    assert latest == [1, 6, 7, 8, 9]
     assert c.uploads.active in c.uploads.pending, "close would not wait for it"
     hub.gate.set()
     assert c.close(timeout=10) == []
