@@ -40,10 +40,13 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections import deque
 
 import torch
+
+import plan
 
 PARTS = ("data", "forward_backward", "optimizer", "other")
 # Dense bf16 peaks of data sheets, FLOP/s. MFU is stated against bf16 under fp8 as well. Longest match wins.
@@ -180,7 +183,8 @@ class LossMeter:
 
 
 def memory(device) -> dict[str, float]:
-    """GB of this process: allocated now, peak since the start, and what the device has. On a CPU: resident memory."""
+    """GB of this process: allocated now, peak since the start, what the device has. On a CPU: resident memory, and
+    what the machine or container has."""
     if torch.device(device).type == "cuda":
         stats = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return {
@@ -190,23 +194,15 @@ def memory(device) -> dict[str, float]:
         }
     try:
         with open("/proc/self/status") as f:
-            kib = {
-                k: v.split()[0] for k, _, v in (line.partition(":") for line in f) if k in ("VmRSS", "VmHWM")
-            }
+            kib = {k: v.split()[0] for k, _, v in (line.partition(":") for line in f) if k.startswith("Vm")}
         # not getrusage's ru_maxrss, which a process inherits from the one that started it
         now, peak = (int(kib[name]) * 1024 / 1e9 for name in ("VmRSS", "VmHWM"))
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-        return {"now": now, "peak": peak, "total": total}
     except (OSError, KeyError):  # no Linux
         import resource
-        import sys
 
-        peak = (
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            * (1 if sys.platform == "darwin" else 1024)
-            / 1e9
-        )
-        return {"now": peak, "peak": peak, "total": None}
+        unit = 1 if sys.platform == "darwin" else 1024
+        now = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return {"now": now, "peak": peak, "total": plan.host_memory() / 1e9}
 
 
 def time_used(out_dir: str) -> tuple[float, int]:
@@ -224,7 +220,7 @@ class Metrics:
 
     def __init__(
         self, settings, out_dir, world=1, device="cpu", flops_per_token=None, log=print, main=True, launched=None,
-        clock=time.monotonic,
+        run_id=None, clock=time.monotonic,
     ):  # fmt: skip
         self.settings, self.out_dir, self.world, self.log, self.main = settings, out_dir, world, log, main
         self.device, self.clock = torch.device(device), clock
@@ -247,7 +243,7 @@ class Metrics:
         self.trained = dict.fromkeys(("seconds", "tokens", "flops", "steps"), 0.0)  # of this launch
         self.peak, self.peak_source = device_peak(device) if main else (None, "")
         self.end_step = settings.steps
-        self.tracker = self._tracker() if main else None
+        self.tracker = self._tracker(run_id) if main else None
         self.complained: set[str] = set()  # files that could not be written, said once
         if main:
             os.makedirs(out_dir, exist_ok=True)
@@ -516,7 +512,8 @@ class Metrics:
                 self.tracker.finish()
                 self.tracker = None
 
-    def _tracker(self):
+    def _tracker(self, run_id: str | None):
+        """The package that was asked for, its run open: a launch that goes on continues the same curves."""
         name = self.settings.tracker
         if name == "none":
             return None
@@ -526,8 +523,12 @@ class Metrics:
             raise MetricsError(
                 f"tracker={name!r} but {name} cannot be imported ({e}): pip install {name}, or --tracker=none"
             ) from None
-        project = os.path.basename(os.path.normpath(self.out_dir)) or "nova"
-        return module.init(project="nova", name=project, config=self.settings.as_dict()) or module
+        run = run_id or os.path.basename(os.path.normpath(self.out_dir))
+        same = {"id": run} if name == "wandb" else {}  # trackio knows a run by its name
+        return (
+            module.init(project="nova", name=run, resume="allow", config=self.settings.as_dict(), **same)
+            or module
+        )
 
 
 def duration(seconds: float) -> str:

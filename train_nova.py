@@ -167,7 +167,7 @@ def start_up(run: Run, launched: float) -> Run:
         selftest.check_equal(agree, "the vocabulary", s.digest())
         run.metrics = metrics.Metrics(
             s, s.out_dir, agree.world, run.device, lambda ctx: model.flops_per_token(s, ctx), log,
-            main=agree.rank == 0, launched=launched,
+            main=agree.rank == 0, launched=launched, run_id=run.checkpoints.run_id,
         )  # fmt: skip
         if run.stream.vocab_size <= 4096:
             run.baseline = data.bigram_baseline(run.stream, 1e6, s.final_eval_rows)
@@ -354,7 +354,7 @@ def loop(run: Run, stop_at: int | None) -> str | None:
             print_sample(run)
         if run.step % s.ckpt_every == 0 and run.step < run.horizon.end_step:
             save(run, "milestone")
-        elif save_due:
+        elif save_due and not stop:  # a stop saves by itself
             save(run, "latest")
         collect_saves(run)
     return stop or (None if run.step >= run.horizon.end_step else "stop_at")

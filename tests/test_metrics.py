@@ -28,11 +28,12 @@ class Clock:
 
 
 def make(tmp_path, clock=None, log=None, **changes):
-    world = changes.pop("world", 2)
+    world, run_id = changes.pop("world", 2), changes.pop("run_id", None)
     s = tiny_settings(**{"log_every": 5, **changes})
     m = Metrics(
-        s, str(tmp_path), world, "cpu", lambda ctx: 1e6, log or (lambda text: None), clock=clock or Clock()
-    )
+        s, str(tmp_path), world, "cpu", lambda ctx: 1e6, log or (lambda text: None), run_id=run_id,
+        clock=clock or Clock(),
+    )  # fmt: skip
     m.peak = 1e9  # FLOP/s of one device, so that MFU can be computed by hand
     return m
 
@@ -325,14 +326,17 @@ def test_the_report_has_the_seeds_fields_and_ours(tmp_path):
 # --- trackers and the picture ------------------------------------------------------------------------------------
 
 
-def test_a_tracker_is_imported_on_use_and_gets_the_numbers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_a_tracker_is_imported_on_use_gets_the_numbers_and_goes_on_with_the_same_run(
+    name, tmp_path, monkeypatch
+):
     sent, calls = [], []
-    fake = types.ModuleType("trackio")
+    fake = types.ModuleType(name)
     fake.init = lambda **kw: calls.append(kw)
     fake.log = lambda values, step=None: sent.append((step, values))
     fake.finish = lambda: calls.append("finish")
-    monkeypatch.setitem(sys.modules, "trackio", fake)
-    m = make(tmp_path, tracker="trackio")
+    monkeypatch.setitem(sys.modules, name, fake)
+    m = make(tmp_path, tracker=name, run_id="out-1")
     m.launch(0)
     take_steps(m, 1, 3)
     m.evaluation(3, 1.0, {"code": 1.0})
@@ -341,6 +345,8 @@ def test_a_tracker_is_imported_on_use_and_gets_the_numbers(tmp_path, monkeypatch
     m.close()
     assert [step for step, _ in sent][:4] == [1, 2, 3, 3] and sent[0][1]["loss"] == 2.0
     assert sent[3][1]["val_loss"] == 1.0 and calls[0]["config"]["d_model"] == 64 and calls[-1] == "finish"
+    assert calls[0]["name"] == "out-1" and calls[0]["resume"] == "allow"
+    assert calls[0].get("id") == ("out-1" if name == "wandb" else None), "trackio.init has no id"
 
 
 def test_a_missing_tracker_says_how_to_get_it(tmp_path, monkeypatch):
