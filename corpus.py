@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import math
 import os
 import platform
 import random
@@ -24,7 +25,7 @@ import tempfile
 import time
 
 import pack
-from shards import DataError, os_reason
+from shards import DataError, os_reason, read_header
 
 CORPUS_VERSION = 1  # raise it when the recipe changes
 PACKAGES = ("torch", "numpy", "networkx", "sympy")
@@ -37,13 +38,13 @@ LEFT_OUT = {
 
 
 def python_corpus(cache: str, agree, log=print) -> str:
-    """The folder of the packed corpus. One process of each machine packs it, where it is not there yet."""
+    """The folder of the packed corpus. One process of each machine packs it, where it is not there whole."""
     versions = [platform.python_version()] + [f"{p} {version(p)}" for p in PACKAGES]
     key = hashlib.sha256(json.dumps([CORPUS_VERSION, versions]).encode()).hexdigest()[:12]
     folder = os.path.join(cache, f"python-{key}")
     problem = None
     try:
-        if getattr(agree, "local_rank", agree.rank) == 0 and not os.path.exists(f"{folder}/metadata.json"):
+        if getattr(agree, "local_rank", agree.rank) == 0 and not whole(folder):
             make(folder, log)
     except OSError as e:
         reason = "cannot be made" if isinstance(e, (FileNotFoundError, PermissionError)) else os_reason(e)
@@ -61,6 +62,21 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
+
+
+def whole(folder: str) -> bool:
+    """Is the corpus there, with no shard lost or cut short?"""
+    try:
+        with open(f"{folder}/metadata.json", encoding="utf-8") as f:
+            domains = json.load(f)["domains"]
+        for domain, about in domains.items():
+            paths = glob.glob(f"{glob.escape(folder)}/data/{domain}/*.npy")
+            tokens = sum(math.prod(read_header(path, path)[0]) for path in paths)
+            if tokens != about["tokens"] + about["val_tokens"]:
+                return False
+    except (OSError, ValueError, KeyError, TypeError):  # ValueError: DataError, too
+        return False
+    return True
 
 
 def make(folder: str, log):
@@ -88,7 +104,7 @@ def make(folder: str, log):
         try:
             os.rename(work, folder)
         except OSError:  # it is there: another process was quicker with the same text, or it is incomplete
-            if not os.path.exists(f"{folder}/metadata.json"):
+            if not whole(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(work, folder)
     finally:

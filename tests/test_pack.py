@@ -4,6 +4,7 @@ import glob
 import itertools
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -343,6 +344,17 @@ def test_python_corpus_of_a_killed_process_is_packed_again(few_files, tmp_path, 
     os.unlink(folder + "/metadata.json")  # incomplete, by whatever accident
     assert corpus.python_corpus(str(tmp_path), Rank(), print) == folder
     assert os.path.exists(folder + "/metadata.json")
+
+
+def test_a_damaged_python_corpus_is_packed_again(few_files, tmp_path):
+    """A shard cut short or lost, as by a full disk: the quickstart heals its own cache."""
+    folder = corpus.python_corpus(str(tmp_path), Rank(), print)
+    shard = f"{folder}/data/math/00000.npy"
+    good = pathlib.Path(shard).read_bytes()
+    for damage in (lambda: os.truncate(shard, 1000), lambda: os.unlink(shard)):
+        damage()
+        assert corpus.python_corpus(str(tmp_path), Rank(), print) == folder
+        assert pathlib.Path(shard).read_bytes() == good
 
 
 def test_only_one_process_of_a_machine_packs(cache, tmp_path):
