@@ -244,9 +244,8 @@ class Control:
         if self.rank == 0 and not self.guest:
             try:
                 write_status(self.settings.out_dir, "running", None, **self.info)
-            except (
-                OSError
-            ) as e:  # a full disk ends no run; a folder that can't be written fails its own check
+            except OSError as e:
+                # a full disk ends no run; a folder that can't be written fails its own check
                 self.log(f"status.json is not written: {e}")
 
     # -- watchdog thread --
@@ -316,9 +315,8 @@ class Control:
                 continue
             state = process_state(pid)
             gone = state is None or state[0] in "ZX" or state[1] != started
-            if (
-                gone and not store.check([f"bye/{rank}"]) and not self._known(store)
-            ):  # its own last word counts
+            # its own last word counts
+            if gone and not store.check([f"bye/{rank}"]) and not self._known(store):
                 self.leave(self.record(f"process {pid} of rank {rank} is gone", rank=rank, store=store))
 
     def _store_lost(self, why: str) -> dict:

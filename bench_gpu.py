@@ -241,10 +241,8 @@ def case_depth(report: Report, device: Device, found: dict):
         update_ms=1e3 * min(deep["update"]),
     )  # fmt: skip
     low = device.size["layers"][0]
-    for batch in (
-        4 * device.size["batch"],
-        2 * device.size["batch"],
-    ):  # per block; the largest that runs ends it
+    # per block; the largest that runs ends it
+    for batch in (4 * device.size["batch"], 2 * device.size["batch"]):
         if device.left() < 60:
             return
         try:

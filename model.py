@@ -344,9 +344,8 @@ class Nova(nn.Module):
                 logits = s.logit_softcap * torch.tanh(logits / s.logit_softcap)
             logits[..., s.vocab_size :] = -math.inf
             return logits
-        if (
-            not torch.is_grad_enabled()
-        ):  # a function's needs_input_grad does not know: evaluation would make dW
+        # a function's needs_input_grad does not know: evaluation would make dW
+        if not torch.is_grad_enabled():
             head = head.detach()
         loss, token_loss = SoftcapCrossEntropy.apply(
             x.flatten(0, 1), head, targets.flatten(), s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk,
@@ -484,15 +483,10 @@ def build_model(settings, mesh, device, log=print) -> Nova:
         convert_fp8(model, s, log)
     if chosen["compile"]:
         compile_blocks(model, s, log)
-    policy = dict(
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),  # inputs as they are: the RoPE tables are fp32, and x is bf16 already
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if s.cpu_offload
-        else OffloadPolicy(),
-    )
+    # inputs as they are: the RoPE tables are fp32, and x is bf16 already
+    precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if s.cpu_offload else OffloadPolicy()
+    policy = dict(mesh=mesh, mp_policy=precision, offload_policy=offload)
     for block in model.layers:
         fully_shard(block, reshard_after_forward=s.reshard_after_forward, **policy)
     # The root group holds embedding, final norm and head together (tied modules must share a group), and its backward

@@ -154,9 +154,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         loss = None if closure is None else torch.enable_grad()(closure)()
         tasks = [self._update(turn, *job) for turn, job in enumerate(self._plan())]
-        for k in range(
-            len(tasks) + 3
-        ):  # four stages; the newest bucket first, so that its gather is under way
+        # four stages; the newest bucket first, so that its gather is under way
+        for k in range(len(tasks) + 3):
             for task in reversed(tasks[max(0, k - 3) : k + 1]):
                 next(task, None)
         return loss

@@ -55,11 +55,8 @@ class GPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(vocab, d), nn.Embedding(context, d)
         self.blocks = nn.ModuleList(GPTBlock(d, heads, bias) for _ in range(layers))
         self.norm = nn.LayerNorm(d, bias=bias)
-        for (
-            name,
-            p,
-        ) in self.named_parameters():  # GPT-2's: 0.02, less on the two projections into the residual
-            if p.ndim == 2:
+        for name, p in self.named_parameters():
+            if p.ndim == 2:  # GPT-2's: 0.02, less on the two projections into the residual
                 residual = name.endswith(("proj.weight", "out.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
             elif name.endswith("bias"):

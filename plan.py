@@ -338,9 +338,8 @@ def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: i
     compute = tokens * (
         linear / block_rate + head / rate + attention * 7 / 6 / (gpu.bf16 * ACHIEVED["attention"])
     )
-    again = {"none": 0, "selective": 1 / 9, "full": 1 / 3}[
-        s.activation_checkpointing
-    ]  # of the blocks' forward
+    # of the blocks' forward
+    again = {"none": 0, "selective": 1 / 9, "full": 1 / 3}[s.activation_checkpointing]
     compute += again * tokens * linear / block_rate
     passes = 1.0 if chosen["compile"] else 2.6
     elementwise = passes * 3 * 2 * tokens * (8 * s.d_model + 2 * s.ffn_hidden) * s.n_layers

@@ -41,9 +41,8 @@ class Layout:
         if not isinstance(p, DTensor):
             return
         mesh = p.device_mesh
-        if (
-            mesh.device_type != p.device.type
-        ):  # cpu_offload: rows live on the host, matrices are worked on here
+        # cpu_offload: rows live on the host, matrices are worked on here
+        if mesh.device_type != p.device.type:
             self.device = torch.device(mesh.device_type, getattr(torch, mesh.device_type).current_device())
         for i, placement in enumerate(p.placements):
             part = (mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i))

@@ -49,9 +49,8 @@ def os_reason(e: OSError) -> str:
         return "no such file: it was moved or deleted; restore it"
     if isinstance(e, IsADirectoryError):
         return "is a folder: remove or rename it"
-    if e.errno == errno.ENOSPC or (
-        e.errno is None and re.search("requested and|free space", str(e))
-    ):  # numpy's words
+    # numpy's words
+    if e.errno == errno.ENOSPC or (e.errno is None and re.search("requested and|free space", str(e))):
         return "the disk is full: make room, or choose a folder on another disk"
     return e.strerror or str(e)
 

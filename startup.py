@@ -61,9 +61,8 @@ def end_early(error: BaseException, debug: bool):
 def setup_environment(settings, environ=os.environ):
     """Variables that must be set before torch is imported. Values that the user set win."""
     wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TOKENIZERS_PARALLELISM": "false"}
-    if (
-        "PYTORCH_CUDA_ALLOC_CONF" not in environ
-    ):  # the older name of the same; blocks of a few sizes fragment less
+    # the older name of the same; blocks of a few sizes fragment less
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         wanted |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if settings.debug:
         wanted |= {
@@ -152,9 +151,8 @@ def set_arithmetic(settings, device, local_world: int, environ=os.environ):
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     chosen = environ.get("OMP_NUM_THREADS", "")
-    if (
-        settings.threads or not chosen or (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ)
-    ):  # torchrun sets 1
+    # torchrun sets 1
+    if settings.threads or not chosen or (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ):
         torch.set_num_threads(settings.threads or max(1, cores // local_world))
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True

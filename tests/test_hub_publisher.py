@@ -54,9 +54,8 @@ def test_a_write_fault_heals(server, tmp_path, kind):
         assert server.files("models/me/model") == {**there, **expected}, point
         assert receipt["files"].keys() == expected.keys()
         assert len(server.repos["models/me/model"]) == commits + 1, f"{point}: more than one commit"
-        if (
-            point in ("revision", "list") or kind != "html"
-        ):  # PUT and verify have no body that the client reads
+        # PUT and verify have no body that the client reads
+        if point in ("revision", "list") or kind != "html":
             assert server.faults[-1]["left"] == 0, f"{point} was never asked"
         server.faults.clear()
 

@@ -528,10 +528,8 @@ def asymmetric(rank, world, hsdp):
     assert ("gate.weight" in str(caught.value)) == (rank == 1)
     net.gate.weight.grad = None
     assert clip_grads(net, 1.0).item() == 0  # missing everywhere is no fault
-    for bad in (
-        math.inf,
-        math.nan,
-    ):  # not finite on one rank: so is the norm on all, and other gradients are not poisoned
+    # not finite on one rank: so is the norm on all, and other gradients are not poisoned
+    for bad in (math.inf, math.nan):
         net.qkv[0].weight.grad = torch.full_like(net.qkv[0].weight, bad if rank == 0 else 1.0)
         net.up[0].weight.grad = torch.ones_like(net.up[0].weight)
         norm = clip_grads(net, 1.0, 2.0).item()
