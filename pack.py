@@ -3,8 +3,8 @@
     python data.py pack OUT [--tokenizer=bytes|PATH/tokenizer.json] [options] domain=GLOB [domain=GLOB …]
 
 A GLOB names text files (a document each), .jsonl files (a document a line, in --field), folders (every text file below
-them), or .bin token files of nanoGPT and modded-nanogpt (copied in their order; give --vocab_size). Documents are
-shuffled, each is followed by the end-of-document id, and shards are one line of tokens, which suits every max_len.
+them), or .bin token files of nanoGPT and modded-nanogpt (copied in their order, val.bin and *_val_*.bin held out;
+give --vocab_size). Documents are shuffled, each is followed by the end-of-document id, and shards are one line of tokens, which suits every max_len.
 The last documents, --val of the text, become val.npy, which is never trained on; of a single document, its end does.
 
 A domain is built aside and takes its place at once, metadata.json last: a killed run leaves nothing half-made, and the
@@ -16,6 +16,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -26,6 +27,10 @@ from shards import DataError, FolderSource, Shard, Tokenizer, check_domains, is_
 PIECE = 1 << 20  # bytes of a document that are tokenised at once: bounds the memory
 SHARD_TOKENS = 1 << 26  # 134 MB of uint16
 MAX_VAL = 1 << 24  # bytes: enough for any evaluation
+WHOLE = sys.maxsize  # tokens of the one held-out shard
+HELD_OUT = re.compile(
+    r"(^|[_-])val([_.-]|$)"
+)  # in a file's name: nanoGPT's val.bin, modded-nanogpt's fineweb_val_….bin
 MODDED_MAGIC = (
     20240520  # first int32 of llm.c's and modded-nanogpt's .bin files; then version, tokens, 253 more
 )
@@ -200,7 +205,12 @@ def pack_domain(out: str, domain: str, fill) -> dict:
     try:
         about = fill(work)
         if not about["shards"]:
-            raise DataError(f"{domain}: no text at all, nothing to pack")
+            why = (
+                "all is held out, nothing to train on"
+                if about["val_tokens"]
+                else "no text at all, nothing to pack"
+            )
+            raise DataError(f"{domain}: {why}")
         if os.path.isdir(final):
             os.rename(final, old)
         os.rename(work, final)
@@ -215,19 +225,18 @@ def pack_text(documents: Documents, domain, encode, eot, vocab_size, size, share
 
     def fill(folder) -> dict:
         train, val = documents.split(share, seed, domain)
-        writer, held = Writer(folder, vocab_size, size), 0
-        for table, name in ((val, "val.npy"), (train, None)):
+        writer, held_out = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
+        for table, to in ((val, held_out), (train, writer)):
             for i, start, stop, whole in table.tolist():
                 empty = True
                 for piece in documents.pieces(i, start, stop):
                     if piece:
-                        writer.add(encode(piece, documents.sources[i]))
+                        to.add(encode(piece, documents.sources[i]))
                         empty = False
                 progress(stop - start)
                 if whole and not empty:
-                    writer.add([eot])
-            if name:
-                held = writer.flush(name=name)
+                    to.add([eot])
+        held = held_out.flush(name="val.npy")
         writer.flush()
         documents.close()
         count = len(documents.table)
@@ -255,15 +264,12 @@ def read_bin(path: str) -> tuple[int, int]:
 
 
 def pack_bins(files: list, vocab_size, size, progress):
-    """fill() of pack_domain for token files: copied in order; files named *val* become val.npy."""
+    """fill() of pack_domain for token files: copied in order; those named HELD_OUT become val.npy."""
 
     def fill(folder) -> dict:
-        writer, held = Writer(folder, vocab_size, size), 0
-        named = sorted(files, key=lambda f: "val" not in os.path.basename(f))
-        for k, path in enumerate(named):
-            val = "val" in os.path.basename(path)
-            if not val and k and "val" in os.path.basename(named[k - 1]):
-                held = writer.flush(name="val.npy")
+        writer, held_out = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
+        for path in files:
+            to = held_out if HELD_OUT.search(os.path.basename(path)) else writer
             offset, n = read_bin(path)
             with open(path, "rb") as f:
                 f.seek(offset)
@@ -275,8 +281,9 @@ def pack_bins(files: list, vocab_size, size, progress):
                             f"{path}: token {first + at} has id {ids[at]}, outside --vocab_size={vocab_size}: give "
                             "the tokenizer's size (GPT-2: 50257)"
                         )
-                    writer.add(ids)
+                    to.add(ids)
                     progress(2 * len(ids))
+        held = held_out.flush(name="val.npy")
         writer.flush()
         return {"tokens": writer.tokens, "val_tokens": held, "shards": writer.shards}
 

@@ -229,6 +229,26 @@ def test_token_files_of_nanogpt_and_modded_nanogpt(tmp_path, kind):
     assert stream.next_batch(24).x.max() < 50257
 
 
+def test_what_is_held_out_stays_whole_beside_small_shards(tmp_path, capsys):
+    """Longer than a shard, it is still one val.npy: cut into numbered shards it would be trained on."""
+    r = np.random.default_rng(0)
+    ids = {n: r.integers(0, 50257, 5000).astype("uint16") for n in ("interval.bin", "x_val_0.bin", "val.bin")}
+    for name, part in ids.items():
+        part.tofile(tmp_path / name)
+    small = ["--vocab_size=50257", "--shard_tokens=1000"]
+    assert run(tmp_path / "out", f"code={tmp_path}/*.bin", *small) == 0
+    shards = packed(tmp_path / "out")
+    assert (shards.pop("val.npy") == np.concatenate([ids["val.bin"], ids["x_val_0.bin"]])).all()
+    assert len(shards) > 3 and (np.concatenate(list(shards.values())) == ids["interval.bin"]).all()
+    assert run(tmp_path / "none", f"code={tmp_path}/val.bin", *small) == 65
+    assert "nothing to train on" in capsys.readouterr().err
+    text_files(tmp_path, 200)
+    assert run(tmp_path / "text", f"code={tmp_path}/in/**/*.txt", "--shard_tokens=100", "--val=0.3") == 0
+    shards = packed(tmp_path / "text")
+    total = sum(map(len, shards.values()))
+    assert len(shards.pop("val.npy")) == pytest.approx(0.3 * total, rel=0.1) and len(shards) > 10
+
+
 def test_inspect_says_what_is_there(tmp_path, capsys):
     texts = text_files(tmp_path)
     run(tmp_path / "out", f"code={tmp_path}/in", f"math={tmp_path}/in")
