@@ -1,12 +1,12 @@
 """The schedule: rates and context as pure functions of the step, and a budget that moves their horizon.
 
 The one idea: **the clock never enters a rate.** A rate depends on the step and on a recorded `Horizon`
-(`decay_start`, `end_step`). Rank 0's `Budget` looks at the clock at the start of a step and may return an `Event`
+(`decay_start`, `end_step`). Rank 0's `Budget` is shown the clock at the start of a step and may return an `Event`
 that replaces the horizon, or asks for a stop; the event is broadcast, logged and checkpointed, so that a resume is
 exact, and a run with `max_hours` always finishes its decay, final evaluation, save and upload inside them.
 
     horizon = first_horizon(settings)                       # or Horizon.from_dict(checkpoint's)
-    budget = Budget(settings, launched=clock(), used=0.0)   # rank 0 only; seconds of earlier launches in `used`
+    budget = Budget(settings, launched=clock(), used=0.0)   # every rank has one; seconds of earlier launches in `used`
     while step < min(settings.stop_at or horizon.end_step, horizon.end_step):
         event = budget.decide(step, clock(), horizon)       # rank 0; then agreed: agree.broadcast(event and event.as_dict())
         if event and event.kind == "stop": break            # job_hours: save, stopped and resumable
@@ -42,9 +42,15 @@ MIN_MEASURED = 5  # steps timed before the clock may move a horizon
 SKIPPED_STEPS = 2  # of each launch, not timed: they compile
 MARGIN = 0.02  # of the time left that an event leaves unplanned, so that noise does not trigger the next one
 EXTEND = (
-    0.10  # a horizon is moved outwards only when this much more of the remaining steps has become affordable
+    0.10  # a horizon moves outwards only when this much more of the remaining steps has become affordable
 )
 CLOSING = 2.0  # seconds for the report, the last picture, and leaving
+# schedule -> (share of the way from floor to peak that is left when a share of the decay is done, whether the decay
+# begins at the end of the warm-up: else it takes the last decay_frac of the steps)
+DECAYS = {
+    "cosine": (lambda done: 0.5 * (1 + math.cos(math.pi * done)), True),
+    "wsd": (lambda done: 1 - done, False),
+}
 CONTEXTS = 4  # different context lengths of a warm-up at most: each is compiled once
 
 
@@ -97,7 +103,7 @@ class Event:
 def first_horizon(settings, start_step: int = 0) -> Horizon:
     """The schedule as set. `start_step` > 0: a branch (`schedule_from`) that never begins its decay before it."""
     end = settings.steps
-    if settings.schedule == "cosine":
+    if DECAYS[settings.schedule][1]:
         start = settings.warmup_steps
     else:
         start = end - max(1, round(settings.decay_frac * end))
@@ -107,8 +113,7 @@ def first_horizon(settings, start_step: int = 0) -> Horizon:
 def rates(step: int, settings, horizon: Horizon) -> tuple[float, float, float]:
     """(muon_lr, lr, momentum) of `step`, counted from 0."""
     progress = horizon.at(step)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1 - progress
-    share = 0.0 if progress == 1 else share
+    share = DECAYS[settings.schedule][0](progress)
     ramp = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
     values = []
     for peak, floor in ((settings.muon_lr, settings.muon_min_lr), (settings.lr, settings.min_lr)):
@@ -149,7 +154,7 @@ def save_minutes_suggested(cost_seconds: float, mtbf_hours: float = 24.0) -> flo
 class Budget:
     """Decides when a horizon must move so that everything ends inside `max_hours`, or a launch inside `job_hours`.
 
-    It lives on rank 0 and reads no clock: all times are handed in, in seconds of one monotonic clock.
+    Every rank keeps one, only rank 0's is asked to `decide`. It reads no clock: all times are handed in, in seconds of one monotonic clock.
     `assumed` holds seconds expected before anything was measured: {"evaluation": …, "whole save": …, "upload": …}.
     """
 
@@ -291,14 +296,14 @@ class Budget:
             why = "reach beyond"
         else:
             return None
-        if step < horizon.decay_start and self.settings.schedule == "wsd":
+        if step < horizon.decay_start and not DECAYS[self.settings.schedule][1]:
             # stable phase: nothing to do until the decay has to begin
             if step < new_end - max(1, round(self.settings.decay_frac * new_end)):
                 return None
         progress = horizon.at(step) if step >= horizon.decay_start else horizon.progress
         start = (
             max(step, self.settings.warmup_steps)
-            if self.settings.schedule == "cosine" and not progress
+            if DECAYS[self.settings.schedule][1] and not progress
             else step
         )
         new = Horizon(min(start, new_end - 1), new_end, progress)
