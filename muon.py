@@ -56,7 +56,7 @@ HALVES = 1 << 26  # FLOPs from which half a symmetric product pays for two calls
 def orthogonalize(G: Tensor, coeffs=POLAR_EXPRESS, dtype=torch.bfloat16, scale: float = 1.0) -> Tensor:
     """`scale` times the nearest semi-orthogonal matrix U V^T of each G = U S V^T.   (m, n) or (b, m, n) -> same, in `dtype`
 
-    Singular values end in [0.86, 1.14] where they started above 1/1000 of the norm; 0 stays 0.
+    With POLAR_EXPRESS singular values end in [0.86, 1.14] where they started above 1/1000 of the norm; 0 stays 0.
     """
     X = G.to(dtype)
     # summed in fp32; its rounding is below the 2 %
@@ -405,7 +405,7 @@ def optimizer_state(model: nn.Module, optimizers: list) -> tuple[dict[str, Tenso
                     f"a parameter of shape {tuple(p.shape)} is not the model's: build optimizers after fully_shard"
                 )
             if isinstance(optimizer, Muon):
-                shared[f"muon.{names[p]}.momentum"] = optimizer.state[p]["momentum"]
+                shared.update({f"muon.{names[p]}.{k}": v for k, v in optimizer.state[p].items()})
                 continue
             key = f"adamw.{names[p]}"
             if isinstance(optimizer, AdamW8bit):

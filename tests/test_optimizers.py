@@ -445,3 +445,17 @@ def test_state_is_complete_before_the_first_step():
     expected |= {f"adamw.{n}.{k}" for n in others for k in ("exp_avg", "exp_avg_sq", "step")}
     assert set(shared) == expected and own == {}
     assert isinstance(build(nova, settings)[0], Muon)
+
+
+def test_state_that_a_fork_adds_to_muon_is_saved_and_loaded_too():
+    """Row moments, say. Left out of a checkpoint they would start at zero after a resume, without a word."""
+    nova, settings = initial_nova()
+    optimizers = build(nova, settings)
+    p = optimizers[0].param_groups[0]["params"][0]
+    optimizers[0].state[p]["rows"] = torch.full((p.shape[0], 1), 3.0)
+    shared, own = optimizer_state(nova, optimizers)
+    saved = {k: v.clone() for k, v in shared.items()}
+    (key,) = (k for k in shared if k.endswith(".rows"))
+    optimizers[0].state[p]["rows"].zero_()
+    load_optimizer_state(nova, optimizers, saved, own)
+    assert key.startswith("muon.layers.0") and (optimizers[0].state[p]["rows"] == 3.0).all()
