@@ -24,7 +24,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-MODEL, MATH, FREE = "model", "math", "free"
+MODEL, MATH, ROUNDING, FREE = "model", "math", "rounding", "free"
 
 
 class SettingsError(ValueError):
@@ -35,7 +35,7 @@ class SettingsError(ValueError):
 
 def setting(default, help: str, kind: str = FREE):
     """One field. `kind` says what a resume may do with a changed value: MODEL never fits the saved weights,
-    MATH changes the course of the run (needs --allow_change), FREE may differ."""
+    MATH changes the course of the run (needs --allow_change), ROUNDING the last bits of a sum, FREE nothing."""
     metadata = {"help": help, "kind": kind}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -77,27 +77,43 @@ class Settings:
     )
     fp8_emulate: bool = setting(False, "compute float8 in software: for tests on machines without it", MATH)
     use_compile: Literal["auto"] | bool = setting(
-        "auto", "torch.compile per block; auto: on a GPU, if triton is there"
+        "auto", "torch.compile per block; auto: on a GPU, if triton is there", ROUNDING
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = setting("none", "recompute in backward")
-    loss_chunk: int = setting(512, "tokens per chunk of the loss: bounds the logits held at once")
+    activation_checkpointing: Literal["none", "selective", "full"] = setting(
+        "none", "recompute in backward", ROUNDING
+    )
+    loss_chunk: int = setting(512, "tokens per chunk of the loss: bounds the logits held at once", ROUNDING)
     reshard_after_forward: bool = setting(True, "free gathered weights after forward (FSDP: less memory)")
-    reduce_every_micro_step: bool = setting(False, "reduce gradients each micro-step: no unsharded fp32 copy")
-    shard_size: int | None = setting(None, "ranks that share one copy of the weights (HSDP); None: all")
-    cpu_offload: bool = setting(False, "keep sharded weights, gradients and optimizer state in host memory")
-    allow_math_attention: bool = setting(False, "accept SDPA's quadratic-memory math kernel on a GPU")
-    deterministic: bool = setting(False, "deterministic kernels: resume is bit-exact on GPU too, slower")
+    reduce_every_micro_step: bool = setting(
+        False, "reduce gradients each micro-step: no unsharded fp32 copy", ROUNDING
+    )
+    shard_size: int | None = setting(
+        None, "ranks that share one copy of the weights (HSDP); None: all", ROUNDING
+    )
+    cpu_offload: bool = setting(
+        False, "keep sharded weights, gradients and optimizer state in host memory", ROUNDING
+    )
+    allow_math_attention: bool = setting(
+        False, "accept SDPA's quadratic-memory math kernel on a GPU", ROUNDING
+    )
+    deterministic: bool = setting(
+        False, "deterministic kernels: resume is bit-exact on GPU too, slower", ROUNDING
+    )
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "cuda: an error where there is no GPU")
-    threads: int | None = setting(None, "CPU threads per process; None: cores / processes on this machine")
+    threads: int | None = setting(
+        None, "CPU threads per process; None: cores / processes on this machine", ROUNDING
+    )
 
     # --- optimizers ----------------------------------------------------------------------------------------
     # Muon's update has RMS 0.2*lr, as AdamW's (Moonlight, 2502.16982), so muon_lr is an AdamW-like rate. The seed's
     # 6e-3 was never exercised as Muon: its sharded gradients were 1-D and fell through to momentum SGD. At d 4096 it
     # would move weights of std 0.02 by 6 % a step.
     muon_lr: float = setting(4e-4, "peak rate of the block matrices, in AdamW's units", MATH)
-    muon_min_lr: float | None = setting(None, "floor of muon_lr; None: a tenth", MATH)
+    muon_min_lr: float | None = setting(
+        None, "floor of muon_lr, the last step's (0: it moves nothing); None: a tenth", MATH
+    )
     lr: float = setting(2e-4, "peak rate of embedding, head, norms and gates (AdamW)", MATH)
-    min_lr: float | None = setting(None, "floor of lr; None: a tenth", MATH)
+    min_lr: float | None = setting(None, "floor of lr, the last step's; None: a tenth", MATH)
     weight_decay: float = setting(0.1, "decoupled, times the rate; not on 1-D parameters", MATH)
     beta1: float = setting(0.9, "AdamW", MATH)
     beta2: float = setting(0.95, "AdamW", MATH)
@@ -114,7 +130,9 @@ class Settings:
 
     # --- batch and schedule --------------------------------------------------------------------------------
     sequences_per_step: int = setting(384, "global batch, in sequences: the same on any number of GPUs", MATH)
-    micro_batch: int = setting(6, "sequences per GPU and micro-step; bounds memory, not the mathematics")
+    micro_batch: int = setting(
+        6, "sequences per GPU and micro-step; bounds memory, not the mathematics", ROUNDING
+    )
     total_steps: int = setting(130_000, "optimizer steps of the schedule", MATH)
     target_tokens: float | None = setting(None, "tokens to train on; replaces total_steps when set", MATH)
     schedule: Literal["cosine", "wsd"] = setting(
@@ -149,9 +167,9 @@ class Settings:
     cache_gb: float = setting(64.0, "downloaded shards kept on disk per node, GB")
     hub_patience: float = setting(240.0, "seconds to retry the Hub in a step; below step_timeout")
     shard_refresh_steps: int = setting(1_000, "steps between looks for new shards; 0: never", MATH)
-    val_rows: int = setting(64, "rows per domain held out of training for good", MATH)
-    eval_rows: int = setting(20, "held-out rows per domain read at each evaluation")
-    final_eval_rows: int = setting(64, "held-out rows per domain read at the end")
+    val_rows: int = setting(64, "samples of max_len per domain held out of training for good", MATH)
+    eval_rows: int = setting(20, "held-out samples per domain read at each evaluation")
+    final_eval_rows: int = setting(64, "held-out samples per domain read at the end")
 
     # --- run -----------------------------------------------------------------------------------------------
     out_dir: str = setting("out/nova", "checkpoints, metrics, export, status of this run")
@@ -238,6 +256,7 @@ class Settings:
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
 
 
+FOLLOWS = {"min_lr": "lr", "muon_min_lr": "muon_lr"}  # a tenth of it, unless set
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 TYPES = typing.get_type_hints(Settings)
 ENVIRONMENT = {
@@ -315,7 +334,8 @@ def parse(name: str, text: str):
     kinds = options(name)
     if any(typing.get_origin(k) is list for k in kinds) and not text.startswith("[") and text != "None":
         items = [t.strip() for t in text.split(",") if t.strip()]
-        return [int(t) if t.lstrip("-").isdigit() else t for t in items]
+        numbers = any(typing.get_args(k) == (int,) for k in kinds)
+        return [int(t) if numbers and t.lstrip("-").isdigit() else t for t in items]
     if bool in kinds and text.lower() in ("true", "false", "1", "0", "yes", "no"):
         return text.lower() in ("true", "1", "yes")
     if str in kinds and text != "None":
@@ -468,6 +488,11 @@ def check(s: Settings):
         )
     if s.warmup_steps >= s.steps:
         raise s.error("warmup_steps", f"must be below the {s.steps} steps of the schedule")
+    decay = s.steps - round(s.decay_frac * s.steps)
+    if s.schedule == "wsd" and s.warmup_steps > decay:
+        raise s.error(
+            "warmup_steps", f"ends inside the decay, which begins at step {decay}: lower it or decay_frac"
+        )
     if s.sequences_per_step % s.micro_batch:
         raise s.error("micro_batch", f"must divide sequences_per_step={s.sequences_per_step}")
     if not s.domains or len(set(s.domains)) != len(s.domains) or not all(s.domains):
@@ -514,12 +539,19 @@ def refuse_changes(saved: dict, now: Settings) -> list[str]:
     lines, refused = [], []
     for name, before, after, kind in changes(saved, now):
         line = f"{name}: {before!r} -> {after!r}"
-        if kind == "model":
+        leads = FOLLOWS.get(name) if name not in now.source else None
+        if kind == MODEL:
             refused.append(
                 f"{line} (the saved weights have another form: start another run in another out_dir)"
             )
-        elif kind == "math" and name not in now.allow_change:
-            refused.append(f"{line} (changes the course of the run: --allow_change={name} accepts it)")
+        elif name == "sequences_per_step" and now.target_tokens:
+            refused.append(
+                f"{line} (target_tokens would end elsewhere: --target_tokens=None --total_steps=N)"
+            )
+        elif kind == MATH and name not in now.allow_change and leads not in now.allow_change:
+            refused.append(
+                f"{line} (changes the course of the run: --allow_change={leads or name} accepts it)"
+            )
         else:
             lines.append(line)
     if refused:

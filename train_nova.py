@@ -22,7 +22,7 @@ if __name__ == "__main__":
     entry.prepare(lost="going on without it, the numbers are in metrics.jsonl")
 
 import startup
-from settings import Settings, SettingsError, load_settings, refuse_changes
+from settings import Settings, SettingsError, changes, load_settings, refuse_changes
 
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
@@ -70,6 +70,7 @@ class Run:
     device: torch.device
     asked: dict = None  # the settings as given: what a resume compares
     chosen: dict = None  # what use_fp8 and use_compile became: stored, never chosen again
+    changed: set = frozenset()  # kinds of the settings that differ from the checkpoint's
     stream: data.Stream = None
     planned: plan.Plan | None = None  # None: a device whose data sheet is not known
     model: torch.nn.Module = None
@@ -133,6 +134,8 @@ def check_needs(s: Settings):
     if s.data is None:
         how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO (config/quickstart.py needs none)'
         lacks.append(s.error("data", f"no data named: {how}"))
+    if s.drill and s.steps < drill.STEPS + 2:
+        lacks.append(s.error("total_steps", f"a drill takes {drill.STEPS + 2} steps"))
     if lacks:
         raise SettingsError("\n".join(map(str, lacks)))
 
@@ -227,6 +230,7 @@ def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
     saved = checkpoint.read_state(path)
     for line in refuse_changes(saved["settings"], allowed):
         run.log(f"[resume] changed setting {line}")
+    run.changed = {kind for _, _, _, kind in changes(saved["settings"], s)}
     return saved, path
 
 
@@ -281,10 +285,12 @@ def resume(run: Run, saved: dict | None, path: str | None):
         )
     if not branch:
         run.metrics.load_state(saved["metrics"])
-    how = "bit-exact" if own_loaded and saved["world"] == run.agree.world else "to rounding"
+    exact = own_loaded and saved["world"] == run.agree.world and "rounding" not in run.changed
+    exact = exact and (run.device.type == "cpu" or run.settings.deterministic)
+    how = "bit-exact" if exact else "to rounding"
+    if saved["code"] != selftest.code_digest() or "math" in run.changed:
+        how = "with changed " + ("settings" if "math" in run.changed else "code")
     run.log(f"[resume] step {run.step} of {path}, saved by {saved['world']} ranks: goes on {how}")
-    if saved["code"] != selftest.code_digest():
-        run.log("[resume] the code changed since this checkpoint was saved")
 
 
 def complete(run: Run) -> bool:
@@ -587,6 +593,7 @@ def export_config(run: Run) -> dict:
 
 
 def hours_left(run: Run) -> float | None:
+    """Of max_hours or job_hours, whichever ends first; None without a budget."""
     left = run.budget.left(time.monotonic())
     return None if left is None else left / 3600
 

@@ -276,6 +276,11 @@ def test_changed_settings_are_refused_or_accepted_by_name(world, uninterrupted):
     assert "lr: 0.003 -> 0.001" in output and "--allow_change=lr" in output
     output = train(world, "whole", "--d_model=64", expect=64)
     assert "d_model" in output and "another out_dir" in output
+    train(world, "other rate", "--stop_at=2", expect=3)
+    output = train(world, "other rate", "--lr=1e-3", "--allow_change=lr", "--stop_at=3", expect=3)
+    assert "goes on with changed settings" in output and "bit-exact" not in output
+    output = train(world, "other rate", "--lr=1e-3", "--micro_batch=1", "--stop_at=4", expect=3)
+    assert "goes on to rounding" in output, "sums in another order"
 
 
 def test_seed_8x_config_names_everything_this_machine_lacks(world):

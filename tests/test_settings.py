@@ -149,11 +149,48 @@ def test_target_tokens_replaces_total_steps():
     assert s.steps == -(-200_000_000_000 // (384 * 2048)) == 254_314
 
 
+def test_a_warm_up_that_ends_inside_the_decay_is_an_error():
+    """It would never reach the peak, and say nothing."""
+    short = ["--schedule=wsd", "--total_steps=100", "--decay_frac=0.5"]
+    with pytest.raises(SettingsError, match="warmup_steps=51 .*begins at step 50"):
+        load_settings([*short, "--warmup_steps=51"], {})
+    assert load_settings([*short, "--warmup_steps=50"], {}).warmup_steps == 50
+
+
+def test_names_may_be_numbers():
+    assert load_settings(["--domains=2023,2024"], {"DOMAINS": "1"}).domains == ["2023", "2024"]
+    assert load_settings(["--domain_weights=2,1,1,1"], {}).domain_weights == [2, 1, 1, 1]
+
+
+def test_a_floor_that_follows_its_peak_is_accepted_with_it():
+    saved = load_settings([], {}).as_dict()
+    changed = ["--lr=1e-3", "--muon_lr=1e-2"]
+    with pytest.raises(SettingsError, match="allow_change=lr accepts") as error:
+        settings.refuse_changes(saved, load_settings(changed, {}))
+    assert "allow_change=min_lr" not in str(error.value)
+    accepted = load_settings([*changed, "--allow_change=lr,muon_lr"], {})
+    assert len(settings.refuse_changes(saved, accepted)) == 5
+    with pytest.raises(SettingsError, match="allow_change=min_lr accepts"):
+        settings.refuse_changes(saved, load_settings(["--min_lr=1e-5", "--allow_change=lr"], {}))
+
+
+def test_another_batch_needs_an_end_in_steps():
+    """With target_tokens the end would be counted as if all steps had had the new batch."""
+    saved = load_settings(["--target_tokens=10e9"], {}).as_dict()
+    change = ["--sequences_per_step=768", "--allow_change=sequences_per_step,target_tokens,total_steps"]
+    with pytest.raises(
+        SettingsError, match="sequences_per_step: 384 -> 768 .*target_tokens=None --total_steps=N"
+    ):
+        settings.refuse_changes(saved, load_settings(["--target_tokens=10e9", *change], {}))
+    assert settings.refuse_changes(saved, load_settings(["--total_steps=9000", *change], {}))
+
+
 def test_changes_lists_what_differs_from_a_saved_run():
     saved = tiny_settings().as_dict()
-    now = tiny_settings(lr=1e-3, log_every=3, d_model=128)
+    now = tiny_settings(lr=1e-3, log_every=3, d_model=128, loss_chunk=32)
     assert {(n, kind) for n, _, _, kind in settings.changes(saved, now)} >= {
         ("lr", "math"), ("log_every", "free"), ("d_model", "model"),
+        ("loss_chunk", "rounding"),
     }  # fmt: skip
     assert tiny_settings().digest() == tiny_settings().digest() != now.digest()
 
