@@ -87,7 +87,7 @@ def load(path: str):
     else:
         config, tensors = checkpoint.read_model(path)
     settings = Settings(**{k: v for k, v in config["settings"].items() if k in FIELDS})
-    settings.use_fp8, settings.use_compile = "off", False  # plain bf16-free arithmetic: any machine, fp32
+    settings.use_fp8, settings.use_compile = "off", False  # fp32, which every machine has
     model = Nova(settings)
     model.load_state_dict(tensors, strict=True)
     file = next(
@@ -106,13 +106,19 @@ def main(argv=None):
     parser.add_argument("--top_k", type=int, default=50, help="draw among the k likeliest ids; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    if arguments.temperature < 0 or arguments.tokens < 0 or arguments.top_k < 0:
+        parser.error("--temperature, --tokens and --top_k must not be negative")
     try:
         model, settings, tokenizer = load(arguments.path)
     except (OSError, RuntimeError, ValueError) as e:
         sys.exit(f"sample.py: {e}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
-    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eot]
+    if tokenizer.kind == "ids":
+        sys.exit(
+            f"sample.py: {arguments.path}: its data named no tokenizer, so there is no text to read or write"
+        )
+    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eot or 0]
     for i in range(arguments.samples):
         ids = generate(
             model, prompt, arguments.tokens, settings.max_len, device,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import tiny_settings
 
+import data
 import sample
 from model import ModelError, Nova, init_weights
 
@@ -65,6 +66,21 @@ def test_a_cache_takes_one_position_at_a_time_and_no_more_than_max_len():
         model(torch.zeros(1, 1, dtype=torch.int64), caches=caches)
         with pytest.raises(ModelError, match="16 cached"):
             model(torch.zeros(1, 1, dtype=torch.int64), caches=caches)
+
+
+def test_without_a_tokenizer_or_with_nonsense_it_says_so(tmp_path, monkeypatch, capsys):
+    model = random_model()
+    for metadata, words in (({"vocab_size": 257}, "no tokenizer"), ({"tokenizer": "bytes"}, None)):
+        loaded = model, model.settings, data.Tokenizer(metadata)
+        monkeypatch.setattr(sample, "load", lambda path, loaded=loaded: loaded)
+        if words:
+            with pytest.raises(SystemExit, match=words):
+                sample.main(["here"])
+        else:
+            sample.main(["here", "--tokens=2"])  # an empty prompt: the start of a document
+    with pytest.raises(SystemExit) as e:
+        sample.main(["here", "--temperature=-1"])
+    assert e.value.code == 2 and "must not be negative" in capsys.readouterr().err
 
 
 def test_next_token_draws_from_the_likeliest_only():
