@@ -97,7 +97,7 @@ class Domain:
         self.stream, self.name = stream, name
         self.admitted = []  # [epoch, revision, [[shard name, content id], …]] in order of admission
         self.val = []  # [shard name, content id, revision, first sample, samples] held out for good
-        self.epoch = self.shard = self.pos = self.drawn = 0
+        self.epoch = self.shard = self.pos = 0
         self.held, self.rows, self.ready, self.opened, self.fetched = {}, None, None, {}, set()
 
     def changed(self):
@@ -155,7 +155,6 @@ class Domain:
             self.seek()
             ready = self.ready
         self.pos += 1
-        self.drawn += 1
         return ready[2], int(ready[3][self.pos - 1]), len(ready[3])
 
     def hold_out(self, found: dict, revision, wanted: int):
@@ -279,7 +278,7 @@ class Stream:
             text = f"data: {cursor.name}: {len(found[cursor.name])} shards"
             if isinstance(about, dict) and about.get("tokens"):
                 share = total * weight / sum(self.weights)
-                text += f", {about['tokens'] / 1e6:.2f} M tokens; this run reads {share / 1e6:.2f} M of them"
+                text += f", {about['tokens'] / 1e6:.2f} M tokens; this run reads {share / 1e6:.2f} M"
                 text += f": {share / about['tokens']:.2f} epochs"
             self.log(text + f"; {sum(v[4] for v in cursor.val)} rows held out")
 
@@ -313,7 +312,7 @@ class Stream:
         world = self.agree.world
         if n < 1 or n % world:
             raise DataError(f"a batch of {n} sequences is not a multiple of {world} ranks")
-        before = (self.g, [(c.epoch, c.shard, c.pos, c.drawn) for c in self.cursors])
+        before = (self.g, [(c.epoch, c.shard, c.pos) for c in self.cursors])
         try:
             return self.draw(n, self.agree.rank * n // world, (self.agree.rank + 1) * n // world)
         except BaseException:
@@ -338,7 +337,7 @@ class Stream:
     def rewind(self, before):
         self.g = before[0]
         for cursor, place in zip(self.cursors, before[1], strict=True):
-            cursor.epoch, cursor.shard, cursor.pos, cursor.drawn = place
+            cursor.epoch, cursor.shard, cursor.pos = place
 
     def val_batches(self, rows_per_domain: int, batch_rows: int):
         """The held-out rows, `batch_rows` per rank and batch: the same rows at any world size, the same number of
@@ -360,7 +359,7 @@ class Stream:
 
     # --- new shards ----------------------------------------------------------------------------------------
     def refresh(self, step: int) -> dict:
-        """Agreed, at the top of every step. Every shard_refresh_steps all ranks admit the shards that have appeared;
+        """Agreed, at the end of every step. Every shard_refresh_steps all ranks admit the shards that have appeared;
         rank 0 lists them in the background, begun a tenth of an interval before. Returns {domain: new names}."""
         every = self.refresh_every
         if not every or step <= 0:
@@ -413,10 +412,6 @@ class Stream:
             out[cursor.name] = cursor.epoch + min(1.0, (cursor.shard + inside) / shards)
         return out
 
-    def tokens(self) -> dict:
-        """{domain: input tokens drawn by all ranks}"""
-        return {c.name: c.drawn * self.T for c in self.cursors}
-
     def wasted(self) -> int:
         """Tokens that fill no sample, in the shards opened so far."""
         return sum(self.dropped.values())
@@ -429,7 +424,7 @@ class Stream:
             "weights": list(self.weights), "samples": self.g,
             "domains": {
                 c.name: {
-                    "epoch": c.epoch, "shard": c.shard, "pos": c.pos, "drawn": c.drawn,
+                    "epoch": c.epoch, "shard": c.shard, "pos": c.pos,
                     "admitted": json.loads(json.dumps(c.admitted)), "val": json.loads(json.dumps(c.val)),
                 }
                 for c in self.cursors
@@ -480,7 +475,7 @@ class Stream:
         for cursor in self.cursors:
             if cursor.name not in saved:
                 cursor.admitted, cursor.val = [], []  # a domain that was added: begins now
-                cursor.epoch = cursor.shard = cursor.pos = cursor.drawn = 0
+                cursor.epoch = cursor.shard = cursor.pos = 0
                 continue
             place = saved[cursor.name]
             for name in [n for _, _, group in place["admitted"] for n, _ in group] + [
@@ -488,7 +483,7 @@ class Stream:
             ]:
                 check_name(name, cursor.name)
             cursor.epoch, cursor.shard = place["epoch"], place["shard"]
-            cursor.pos, cursor.drawn = place["pos"], place["drawn"]
+            cursor.pos = place["pos"]
             cursor.admitted, cursor.val = (json.loads(json.dumps(place[k])) for k in ("admitted", "val"))
             cursor.opened = {}
             cursor.changed()
@@ -578,7 +573,7 @@ def bigram_baseline(stream: Stream, tokens: float = 4e6, rows_per_domain: int = 
     if V > 4096:
         raise DataError(f"a bigram table of {V} x {V} is too large: the baseline is for byte vocabularies")
     counts = np.ones((V, V))
-    before = (stream.g, [(c.epoch, c.shard, c.pos, c.drawn) for c in stream.cursors])
+    before = (stream.g, [(c.epoch, c.shard, c.pos) for c in stream.cursors])
     for _ in range(max(1, math.ceil(tokens / (64 * stream.T)))):
         batch = stream.draw(64, 0, 64)
         x, y = batch.x.numpy().ravel(), batch.y.numpy().ravel()

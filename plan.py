@@ -129,9 +129,7 @@ class Plan:
         total = self.parameters["total"]
         classes = "  ".join(f"{k} {number(v)}" for k, v in self.parameters.items() if k != "total" and v)
         out.append(f"  parameters   {number(total)} = {total:,}: {classes}")
-        parts = "  ".join(
-            f"{k} {v / GB:.2f}" for k, v in self.memory.items() if v >= 0.005 * GB or self.gpus == 0
-        )
+        parts = "  ".join(f"{k} {v / GB:.2f}" for k, v in self.memory.items() if v >= 0.005 * GB)
         share = f" of {self.memory_capacity / GB:.0f} GB usable" if self.memory_capacity else ""
         out.append(
             f"  memory/GPU   {self.memory_peak / GB:.2f} GB peak{share}, in {self.memory_moment}: {parts}"
@@ -166,9 +164,13 @@ class Plan:
             )
         out.append(
             f"  checkpoint   {c['checkpoint'] / GB:.3g} GB, written in {c['save_seconds']:.2g} s behind training; final "
-            f"weights {c['weights'] / GB:.3g} GB; upload {hours(c['upload_seconds'] / 3600)} at {UPLOAD / 1e6:.0f} MB/s, "
-            f"at least {c['upload_minimum'] / 1e6:.3g} MB/s to be done before the next"
-            + ("" if c["publishes"] else " (hf_model_repo is not set: no upload)")
+            f"weights {c['weights'] / GB:.3g} GB; "
+            + (
+                f"upload {hours(c['upload_seconds'] / 3600)} at {UPLOAD / 1e6:.0f} MB/s, at least "
+                f"{c['upload_minimum'] / 1e6:.3g} MB/s to be done before the next"
+                if c["publishes"]
+                else "no upload (hf_model_repo is not set)"
+            )
         )
         out += [f"  ! {w}" for w in self.warnings] + [f"  CANNOT RUN: {p}" for p in self.problems]
         return out
@@ -581,7 +583,7 @@ def main(argv: list[str]) -> int:
         if options["gpu"] not in GPUS:
             raise SettingsError(f"--gpu={options['gpu']}: known are {', '.join(GPUS)}")
         if not options["gpus"].isdigit() or options["gpus"] == "0":
-            raise SettingsError(f"--gpus={options['gpus']}: must be a positive number")
+            raise SettingsError(f"--gpus={options['gpus']}: must be a positive number, written --gpus=8")
         result = plan(load_settings(rest), int(options["gpus"]), options["gpu"])
     except SettingsError as error:
         print(error, file=sys.stderr)

@@ -293,13 +293,13 @@ def newest_below(path: str) -> str:
     raise CheckpointError(f"{path} holds no usable checkpoint")
 
 
-def read_model(path: str, prefix: str = "model.") -> tuple[dict, dict[str, torch.Tensor]]:
+def read_model(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """(the `config` of a checkpoint's state, {parameter name: whole tensor}), from a checkpoint or a run folder."""
     path = newest_below(path)
     config = read_state(path)["config"]
     tensors, chunks = {}, {}
     for key, (dtype, shape, pieces) in saved_tensors(os.path.join(path, "tensors")).items():
-        if key.startswith(prefix):
+        if key.startswith("model."):
             tensors[key] = torch.empty(shape, dtype=DTYPES[dtype])
             for piece in pieces:
                 chunks.setdefault(piece.file, []).append((key, piece))
@@ -308,7 +308,7 @@ def read_model(path: str, prefix: str = "model.") -> tuple[dict, dict[str, torch
             for key, piece in pieces:
                 at = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.shape, strict=True))
                 tensors[key][at] = f.get_tensor(key)
-    return config, {k.removeprefix(prefix): t for k, t in tensors.items()}
+    return config, {k.removeprefix("model."): t for k, t in tensors.items()}
 
 
 def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EXPORT_FILE_BYTES):

@@ -364,7 +364,7 @@ def check_weights(agree, named_parameters, shard: int, log=print):
 class FirstStepProof:
     """Watches the run's own first step. Nothing is undone; `conclude` raises on all ranks if any part fails.
 
-        proof = FirstStepProof(agree, model.named_parameters(), blocks=7 * settings.n_layers)
+        proof = FirstStepProof(agree, model.named_parameters(), blocks=settings.n_layers * len(plan.matrices(settings)))
         muon.watch = proof.watch          # ... forward, backward, clip ...
         proof.before_update()             # ... optimizer steps ...
         proof.after_update(rate)

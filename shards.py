@@ -65,7 +65,7 @@ def read_header(path: str, name: str) -> tuple[tuple, np.dtype, int, int]:
             if not size:
                 raise DataError(f"{name}: is empty (0 bytes): fetch or pack it again")
             if not head.startswith(b"\x93NUMPY"):
-                raise DataError(f"{name}: {describe_bytes(head, name)}")
+                raise DataError(f"{name}: {describe_bytes(head)}")
             version = npy.read_magic(f)
             readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
             if version not in readers:
@@ -108,7 +108,7 @@ def read_header(path: str, name: str) -> tuple[tuple, np.dtype, int, int]:
     return shape, dtype, offset, size
 
 
-def describe_bytes(head: bytes, name: str) -> str:
+def describe_bytes(head: bytes) -> str:
     """What a file that is not .npy seems to be, and what to do."""
     if head.lstrip()[:1] == b"<":
         return "is a web page, not a .npy file: a download went wrong (not logged in?): fetch it again"
@@ -208,7 +208,11 @@ class Shard:
 
 
 class FolderSource:
-    """A folder of the layout above. Nothing in it is ever changed or deleted. hub.HubSource has the same methods."""
+    """A folder of the layout above. Nothing in it is ever changed or deleted.
+
+    A source of shards has what is here, and so has hub.HubSource, the other one: `revision`, `metadata`, `list`, `fetch`
+    (which must refuse content other than `id`: a resume would go on with other data), `release`, and str() for messages.
+    One whose `list` may be empty at first also has `domains()`, the names that there are."""
 
     revision = None
 
@@ -402,7 +406,9 @@ def check_name(name: str, domain: str):
     """A shard's name becomes a path on this machine: it must stay inside data/<domain>/."""
     file = name[len(f"data/{domain}/") :] if isinstance(name, str) else ""
     if name != f"data/{domain}/{file}" or not re.fullmatch(r"[^/\\:\x00-\x1f.][^/\\:\x00-\x1f]*\.npy", file):
-        raise DataError(f"{name!r}: not a file name inside data/{domain}/: refused, rename it in the dataset")
+        raise DataError(
+            f"{name!r}: not of the form data/{domain}/NAME.npy, in no folder and without a leading dot: refused, rename it"
+        )
 
 
 def check_metadata(metadata, settings, source) -> int:

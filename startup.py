@@ -21,19 +21,10 @@ import sys
 import time
 import traceback
 
-from agreement import Agreement, Exchange, StopSignals
-from failures import CODES, RankFailed, StartupError, Stopped, describe, exit_code_of, write_status
+from agreement import Agreement
+from failures import CODES, StartupError, Stopped, describe, exit_code_of, write_status
 
-__all__ = [
-    "Agreement",
-    "CODES",
-    "Exchange",
-    "RankFailed",
-    "StartupError",
-    "StopSignals",
-    "Stopped",
-    "write_status",
-]
+__all__ = ["Agreement", "StartupError", "Stopped"]  # for train_nova.py and drill.py
 
 
 # --- start -----------------------------------------------------------------------------------------------------
@@ -44,7 +35,7 @@ def load_or_exit(load, argv: list[str]):
     try:
         settings = load(argv)
     except Exception as e:
-        end_early(e, debug="--debug" in argv)
+        end_early(e, debug=any(a.startswith("--debug") for a in argv))
     setup_environment(settings)
     return settings
 
@@ -109,7 +100,7 @@ def init(settings, environ=os.environ, log=print) -> Agreement:
         pass
     with agree.stage("process group", settings.init_timeout):
         device = choose_device(agree.local_rank, environ)
-        set_arithmetic(settings, device, agree.local_world, environ)
+        set_arithmetic(settings, agree.local_world, environ)
         agree.open_groups(device)
         agree.barrier()
     return agree
@@ -145,7 +136,7 @@ def choose_device(local_rank: int, environ=os.environ):
     return torch.device("cuda", local_rank)
 
 
-def set_arithmetic(settings, device, local_world: int, environ=os.environ):
+def set_arithmetic(settings, local_world: int, environ=os.environ):
     """Threads, TF32 as in the seed, determinism."""
     import torch
 
@@ -201,7 +192,7 @@ def run_main(main):
     except BaseException as e:
         error = e
     if CURRENT is None:
-        end_early(error, debug="--debug" in sys.argv)
+        end_early(error, debug=any(a.startswith("--debug") for a in sys.argv))
     if CURRENT.settings.debug:
         traceback.print_exception(error)
     if isinstance(error, Stopped):

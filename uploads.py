@@ -1,6 +1,6 @@
 """Checkpoints go to the Hub behind the run: a queue and a thread on rank 0, which training never waits for.
 
-References: none; the client and its retries are in hub.py, and the publisher is handed in.
+The client and its retries are in hub.py; the publisher is handed in.
 """
 
 import json

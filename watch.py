@@ -7,7 +7,7 @@ Everything here only looks, and nothing changes the run. It is handed tensors, c
     after 20 updates:                               for line in movement.report(agree.gather): log(line)
     straggler(agree.gather({"host": host, "data": seconds, "tflops": rate}), step_seconds)      on logged steps
     Watcher(run) does all of it in the loop, beside selftest.FirstStepProof
-    box = BlackBox(out_dir); box.record(step=…, loss=…, ids=…) each step; box.dump(reason, norms=…) before giving up
+    box = BlackBox(out_dir); box.record(step=…, loss=…, samples=[first, end]) each step; box.dump(reason, norms=…) before giving up
 """
 
 import math
@@ -118,7 +118,7 @@ def straggler(ranks: list[dict], step: float) -> str | None:
 
 
 class BlackBox:
-    """The last 32 steps (sample ids, losses, rates, norms), written to blackbox.json when a run gives up."""
+    """The last 32 steps (sample numbers, losses, rates, norms), written to blackbox.json when a run gives up."""
 
     def __init__(self, out_dir: str, size: int = 32):
         self.path, self.ring = os.path.join(out_dir, "blackbox.json"), deque(maxlen=size)

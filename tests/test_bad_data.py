@@ -352,7 +352,7 @@ def only_validation_shards(root):
         os.rename(f"{root}/data/code/{k:03d}.npy", f"{root}/data/code/val{k}.npy")
 
 
-@case("x.npy", "not a file name inside data/code/", "rename it")
+@case("x.npy", "not of the form data/code/NAME.npy", "rename it")
 def a_name_with_backslashes(root):
     np.save(f"{root}/data/code/a\\..\\x.npy", rows(0, 9, 9))
 

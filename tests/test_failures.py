@@ -237,16 +237,16 @@ def supervise(tmp_path, script: str, seconds: float = 120):
 MINIATURE = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-import startup
+import failures
 open({folder!r} + "/starts", "a").write("x")
 n = len(open({folder!r} + "/starts").read()) - 1
 endings = {endings!r}
 what, saved = endings[min(n, len(endings) - 1)]
 if what == "killed":
-    startup.write_status({folder!r} + "/out", "running", None, saved=saved)
+    failures.write_status({folder!r} + "/out", "running", None, saved=saved)
     os.kill(os.getpid(), signal.SIGKILL)
-code = {{v: k for k, v in startup.CODES.items()}}[what]
-startup.write_status({folder!r} + "/out", what, code, saved=saved)
+code = {{v: k for k, v in failures.CODES.items()}}[what]
+failures.write_status({folder!r} + "/out", what, code, saved=saved)
 sys.exit(code)
 """
 

@@ -15,10 +15,8 @@ VARIANTS = {
     "untied": ["--tie_embeddings=false"],
     "context warm-up": ["--ctx_start_len=8", "--ctx_warmup_steps=8"],
     "evaluation and milestone at the stop": ["--eval_every=5", "--ckpt_every=5"],
-    "epoch end": [
-        "--sequences_per_step=96",
-        "--micro_batch=48",
-    ],  # 192 rows a domain less 4: an epoch ends every 4 steps
+    # 192 rows a domain less 4: an epoch ends every 4 steps
+    "epoch end": ["--sequences_per_step=96", "--micro_batch=48"],
     "float8": ["--use_fp8=on", "--fp8_emulate=true"],
     "8-bit AdamW": ["--adamw=8bit", "--d_model=128", "--n_heads=4"],
     "diff_v2, gates": ["--attention=diff_v2", "--attn_gate=true"],

@@ -26,7 +26,7 @@ import startup
 
 def exchange(rank, world):
     """The real exchange on the harness's gloo group, with a device for the checks."""
-    agree = startup.Exchange(rank, world)
+    agree = agreement.Exchange(rank, world)
     agree.device = torch.device("cpu")
     return agree
 
@@ -393,7 +393,7 @@ def test_threads_are_the_users_or_a_share_of_the_cores(monkeypatch, wish, enviro
     # of all other tests, too
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12), raising=False)
-    startup.set_arithmetic(tiny_settings(threads=wish), torch.device("cpu"), 2, environ)
+    startup.set_arithmetic(tiny_settings(threads=wish), 2, environ)
     assert told == ([threads] if threads else [])
 
 
@@ -421,7 +421,7 @@ def test_restarts_without_progress_end(tmp_path):
     out = str(tmp_path)
 
     def ends(status, **info):
-        startup.write_status(out, status, None, **info)
+        failures.write_status(out, status, None, **info)
         return startup.again(out, limit=2, wait=0)[0]
 
     assert not startup.again(out)[0], "no status: it never started"
@@ -440,7 +440,7 @@ def test_restarts_without_progress_end(tmp_path):
 def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the_main_thread():
     kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        stop = startup.StopSignals(says=False)
+        stop = agreement.StopSignals(says=False)
         assert stop.name is None and not stop.insisted()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -463,11 +463,11 @@ def test_an_agreed_stop_is_no_failure_to_torchrun():
 
 
 def test_errors_are_described_for_a_person():
-    assert startup.describe(startup.RankFailed(1, "rank 1: no")) == "rank 1: no"
+    assert failures.describe(failures.RankFailed(1, "rank 1: no")) == "rank 1: no"
     try:
         {}["x"]
     except KeyError as e:
-        assert "KeyError" in startup.describe(e) and "test_startup.py line" in startup.describe(e)
+        assert "KeyError" in failures.describe(e) and "test_startup.py line" in failures.describe(e)
     assert [startup.exit_code_of(e) for e in (OSError(28, "full"), ValueError(), KeyboardInterrupt())] == [
         74,
         70,
@@ -487,7 +487,7 @@ def test_the_first_failure_is_the_failure():
     assert ranks[0].record("SIGTERM", 3) == first == ranks[1].record("again", 65)
     assert (first["rank"], first["code"], first["stage"]) == (1, 70, "step 1")
     assert ranks[0]._known() and "rank 1" in ranks[0].sentence(ranks[0].failure)
-    with pytest.raises(startup.RankFailed, match="out of memory") as e:
+    with pytest.raises(failures.RankFailed, match="out of memory") as e:
         ranks[0].raise_failure()
     assert e.value.exit_code == 70 and e.value.rank == 1
 
