@@ -586,7 +586,10 @@ def main(argv: list[str]) -> int:
             raise SettingsError(f"--gpus={options['gpus']}: must be a positive number, written --gpus=8")
         result = plan(load_settings(rest), int(options["gpus"]), options["gpu"])
     except SettingsError as error:
-        print(error, file=sys.stderr)
+        assumed = (
+            "" if any(a.startswith("--gpus=") for a in argv) else " (plan.py assumes --gpus=8 --gpu=h200)"
+        )
+        print(f"{error}{assumed}", file=sys.stderr)
         return error.exit_code
     print(json.dumps(result.as_dict(), indent=2) if "--json" in argv else "\n".join(result.lines()))
     return result.exit_code

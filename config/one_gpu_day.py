@@ -12,7 +12,7 @@ tie_embeddings = True
 sequences_per_step = 256  # 524,288 tokens
 micro_batch = 16
 loss_chunk = 2048  # the head's fp32 gradient is read and written once a chunk
-target_tokens = 9e9  # 17,166 steps
+target_tokens = 9e9  # 17,167 steps
 schedule, warmup_steps, decay_frac = "wsd", 500, 0.2
 
 device = "cuda"
