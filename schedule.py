@@ -110,6 +110,18 @@ def first_horizon(settings, start_step: int = 0) -> Horizon:
     return Horizon(min(max(start, start_step), end - 1), max(end, start_step + 1))
 
 
+def changed_horizon(settings, step: int, old: Horizon, anew: bool = False) -> Horizon:
+    """The horizon of a run that goes on at `step` under a changed schedule. A decay that has begun goes on from where it
+    is, without a jump, unless `anew` (another form, or a branch). One that was done gives way to the schedule as set, as it
+    stands at this step: the rate rises at once (a branch of a wsd run's stable phase has no such jump)."""
+    done = old.at(step - 1)
+    if done == 1 and not anew:
+        return first_horizon(settings)
+    if 0 < done < 1 and not anew:
+        return Horizon(min(step, settings.steps - 1), max(settings.steps, step + 1), old.at(step))
+    return first_horizon(settings, step)
+
+
 def rates(step: int, settings, horizon: Horizon) -> tuple[float, float, float]:
     """(muon_lr, lr, momentum) of `step`, counted from 0."""
     progress = horizon.at(step)
@@ -221,19 +233,22 @@ class Budget:
         assumed, else guessed."""
         if kind in self.measured:
             return max(self.measured[kind])  # the slower of two: one may have compiled, or met a busy disk
+        s = self.settings
+        hours = s.max_hours or s.job_hours or 0.0
+        if kind == "upload" and hours:  # a guess may not eat the budget
+            return min(self.assumed.get(kind, 0.0), 0.04 * hours * 3600)
         if kind in self.assumed:
             return self.assumed[kind]
-        s = self.settings
         if kind == "evaluation":  # forward only: about 0.4 of a training step's time per sequence
             return 0.4 * (self.pace() or 0.0) * s.eval_rows * len(s.domains) / s.sequences_per_step
         if kind == "sample":  # a forward of one sequence for each token, the same on every rank
             return s.sample_tokens * (self.pace() or 0.0) * self.world / s.sequences_per_step / 3
-        hours = s.max_hours or s.job_hours or 0.0
         return min(600.0, 0.05 * hours * 3600) if kind == "whole save" else 0.0
 
     def ending(self) -> float:
-        """Seconds to save and upload at the end of a launch, the export of the weights included."""
-        return 1.5 * self.cost("whole save") + self.cost("upload")
+        """Seconds to save and upload at the end of a launch: the save and an export, half its size; an upload that is under
+        way, the last one and the export's."""
+        return 1.5 * self.cost("whole save") + 2.5 * self.cost("upload")
 
     def reserve(self) -> float:
         """Seconds kept for what follows the last step: final evaluation, save, upload, and one slow step."""

@@ -16,6 +16,7 @@ from schedule import (
     Budget,
     Event,
     Horizon,
+    changed_horizon,
     context_length,
     contexts,
     first_horizon,
@@ -72,6 +73,20 @@ def test_a_moved_horizon_never_makes_the_rate_jump(form):
             assert rates(step, s, new) == rates(step, s, old)
             curve = [rates(i, s, new)[0] for i in range(step, end)]
             assert curve == sorted(curve, reverse=True) and curve[-1] == s.muon_min_lr
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_length_never_makes_the_rate_of_a_decay_jump(form):
+    """total_steps changed at a resume: the rate goes on from where it is; of a run that was done, it is the new one's."""
+    s = tiny_settings(schedule=form, total_steps=200, warmup_steps=10, decay_frac=0.5)
+    old = first_horizon(s)
+    for total in (150, 199, 201, 1000):
+        longer = tiny_settings(schedule=form, total_steps=total, warmup_steps=10, decay_frac=0.5)
+        new = changed_horizon(longer, 130, old)
+        assert rates(130, longer, new) == rates(130, s, old) and new.end_step == total
+    assert changed_horizon(longer, 5, first_horizon(longer)) == first_horizon(longer)
+    assert changed_horizon(longer, 200, old) == first_horizon(longer)
+    assert changed_horizon(s, 180, old, anew=True).at(180) == 0, "a branch: from the peak"
 
 
 def test_rates_do_not_depend_on_history_and_survive_json():
@@ -381,9 +396,18 @@ def test_what_follows_the_last_step_is_reserved_with_a_margin():
         ("upload", 30.0),
     ):
         budget.paused(kind, seconds)
-    assert 1.08 < budget.reserve() / (10 + 2 + 1.5 * 20 + 30) < 1.2
+    assert 1.08 < budget.reserve() / (10 + 2 + 1.5 * 20 + 2.5 * 30) < 1.2
     budget.paused("evaluation", 4.0)
     assert budget.cost("evaluation") == 4.0
+
+
+@pytest.mark.parametrize("budget", ["max_hours", "job_hours"])
+def test_a_wild_guess_of_an_upload_does_not_eat_the_budget(budget):
+    """A trial of 16 MB measures latency more than bandwidth: 4 s of it would make 4.5 hours of a 65 GB checkpoint."""
+    s = long_settings(**{budget: 4.0})
+    b = Budget(s, launched=0.0, assumed={"upload": 16_200.0, "whole save": 60.0, "pace": 1.0})
+    event = b.decide(5, 60.0, first_horizon(s))
+    assert b.reserve() < 0.2 * 4 * 3600 and (event is None or event.horizon.end_step > 10_000)
 
 
 def test_the_last_step_is_never_disturbed():
