@@ -241,6 +241,7 @@ class Metrics:
         # GB before the model: a CPU's resident memory holds Python and torch, too
         self.baseline = memory(device)["now"]
         self.trained = dict.fromkeys(("seconds", "tokens", "flops", "steps"), 0.0)  # of this launch
+        self.trained_before = dict(self.trained)  # of the launch that saved what this one resumed
         self.peak, self.peak_source = device_peak(device) if main else (None, "")
         self.end_step = settings.steps
         self.tracker = self._tracker(run_id) if main else None
@@ -248,6 +249,8 @@ class Metrics:
         if main:
             os.makedirs(out_dir, exist_ok=True)
             self.path = os.path.join(out_dir, "metrics.jsonl")
+            if fresh and os.path.exists(self.path):  # another run's, whose checkpoints stay as well
+                os.replace(self.path, os.path.join(out_dir, f"metrics.before-{run_id}.jsonl"))
             self.journal()
 
     # --- the file -------------------------------------------------------------------------------------------
@@ -301,7 +304,7 @@ class Metrics:
         """JSON for the checkpoint."""
         return finite({
             "tokens": self.tokens, "bad_steps": self.bad_steps, "losses": list(self.losses), "best": self.best,
-            "time": self.time, "last_evaluation": self.last_evaluation, "used": self.used(),
+            "time": self.time, "last_evaluation": self.last_evaluation, "used": self.used(), "trained": self.trained,
         })  # fmt: skip
 
     def load_state(self, state: dict):
@@ -311,6 +314,7 @@ class Metrics:
         self.best, self.last_evaluation = state["best"], state["last_evaluation"]
         self.time = {**self.time, **state["time"]}
         self.used_before = max(self.used_before, state["used"])
+        self.trained_before = state.get("trained", self.trained_before)
 
     # --- during the run -------------------------------------------------------------------------------------
     def step(
@@ -442,7 +446,7 @@ class Metrics:
     # --- at the end -----------------------------------------------------------------------------------------
     def facts(self) -> dict:
         """The report's figures that metrics knows itself; the seed's names where it had them."""
-        used, trained = memory(self.device), self.trained
+        used, trained = memory(self.device), self.trained if self.trained["steps"] else self.trained_before
         speed = self.speed(
             trained["tokens"], trained["seconds"], trained["flops"] / max(1, trained["tokens"])
         )

@@ -326,6 +326,28 @@ def test_the_report_has_the_seeds_fields_and_ours(tmp_path):
 # --- trackers and the picture ------------------------------------------------------------------------------------
 
 
+def test_a_new_run_in_an_old_folder_leaves_the_old_runs_numbers(tmp_path):
+    m = make(tmp_path)
+    m.launch(0)
+    take_steps(m, 1, 3)
+    m.close()
+    new = make(tmp_path, resume="never", run_id="out-2")
+    new.launch(0)
+    assert len(read_rows(str(tmp_path / "metrics.before-out-2.jsonl"))) == 4
+    assert [r["kind"] for r in read_rows(str(tmp_path / "metrics.jsonl"))] == ["launch"]
+
+
+def test_a_finished_run_that_only_reports_again_keeps_its_speed(tmp_path):
+    """As on a machine that has nothing but the final checkpoint."""
+    m = make(tmp_path)
+    m.launch(0)
+    take_steps(m, 1, 3)
+    again = make(tmp_path / "elsewhere")
+    again.load_state(json.loads(json.dumps(m.state())))
+    again.launch(3)
+    assert again.facts()["tokens_per_second"] == m.facts()["tokens_per_second"] > 0
+
+
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
 def test_a_tracker_is_imported_on_use_gets_the_numbers_and_goes_on_with_the_same_run(
     name, tmp_path, monkeypatch
