@@ -312,7 +312,7 @@ class Stream:
         world = self.agree.world
         if n < 1 or n % world:
             raise DataError(f"a batch of {n} sequences is not a multiple of {world} ranks")
-        before = (self.g, [(c.epoch, c.shard, c.pos) for c in self.cursors])
+        self.before = before = (self.g, [(c.epoch, c.shard, c.pos) for c in self.cursors])
         try:
             return self.draw(n, self.agree.rank * n // world, (self.agree.rank + 1) * n // world)
         except BaseException:

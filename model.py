@@ -30,7 +30,13 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -495,6 +501,31 @@ def build_model(settings, mesh, device, log=print) -> Nova:
     model.to_empty(device="cpu" if s.cpu_offload else device)
     init_weights(model, s)
     return model
+
+
+def compile_shapes(net, lengths: list[int], device):
+    """One forward and backward of a micro-batch for each context length of the schedule, and the forwards of evaluation
+    and samples: everything is compiled before the short timeouts begin. No parameter changes."""
+    s = net.settings
+    for length in lengths:
+        ids = torch.zeros(s.micro_batch * s.max_len // length, length, dtype=torch.int64, device=device)
+        loss, _ = net(ids, ids)
+        loss.backward()
+    net.zero_grad(set_to_none=True)
+    net.eval()
+    with torch.no_grad():  # whole rows, as val_batches and a padded sample have them
+        ids = ids.new_zeros(s.micro_batch, s.max_len)
+        net(ids, ids)
+        net(ids[:1])
+    back_to_training(net)
+
+
+def back_to_training(net):
+    """After forwards without a backward: parameters are the sharded ones again, which optimizers and saves know."""
+    net.train()
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 # --- counts --------------------------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
 import data
@@ -56,8 +55,9 @@ import watch
 # A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
 UPLOAD_SECONDS = 4 * 3600
 STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
-# The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one.
-HORIZON = ("total_steps", "target_tokens", "schedule", "decay_frac", "warmup_steps")
+# The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one. A budget moves
+# it by itself while the run lasts.
+HORIZON = ("total_steps", "target_tokens", "schedule", "decay_frac", "warmup_steps", "max_hours")
 
 
 @dataclass
@@ -107,8 +107,14 @@ def train(settings: Settings) -> dict:
         save(run, "latest", wait=True)
         run.checkpoints.close(timeout=upload_patience(run, stop, time.monotonic()))
         run.metrics.close()
+        saved = agree.info["saved"]
+        how = (
+            "saved"
+            if saved == run.step
+            else f"NOT SAVED ({run.checkpoints.failures[-1]}), only step {saved} is"
+        )
         raise startup.Stopped(
-            stop, f"stopped by {stop} after step {run.step}, saved: the same command goes on"
+            stop, f"stopped by {stop} after step {run.step}, {how}: the same command goes on"
         )
     return finish(run)
 
@@ -191,7 +197,7 @@ def start_up(run: Run, launched: float) -> Run:
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
     with agree.stage("compile", s.init_timeout), watch.explained_memory(run):
         if run.model.compiled:
-            compile_shapes(run)
+            model.compile_shapes(run.model, schedule.contexts(s), run.device)
         run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
     with agree.stage("resume"):
         resume(run, saved, path)
@@ -249,23 +255,6 @@ def plan_of(run: Run) -> plan.Plan | None:
     return plan.plan(run.settings, run.agree.world, known[0]) if known else None
 
 
-def compile_shapes(run: Run):
-    """One forward and backward for each context of the schedule, and the forwards of evaluation and samples: everything
-    is compiled before the short timeouts begin. No parameter changes."""
-    s = run.settings
-    for length in schedule.contexts(s):
-        ids = torch.zeros(s.micro_batch * s.max_len // length, length, dtype=torch.int64, device=run.device)
-        loss, _ = run.model(ids, ids)
-        loss.backward()
-    run.model.zero_grad(set_to_none=True)
-    run.model.eval()
-    with torch.no_grad():  # whole rows, as val_batches and a padded sample have them
-        ids = ids.new_zeros(s.micro_batch, s.max_len)
-        run.model(ids, ids)
-        run.model(ids[:1])
-    back_to_training(run)
-
-
 def resume(run: Run, saved: dict | None, path: str | None):
     """Put the saved tensors, horizon and totals in place. A failed load stops the run: it never starts over."""
     if not saved:
@@ -276,14 +265,19 @@ def resume(run: Run, saved: dict | None, path: str | None):
     restore_optimizers(run, shared, own if own_loaded else None)
     run.step = saved["step"]
     branch = path == run.settings.schedule_from
-    moved = [n for n in HORIZON if n in saved["settings"] and saved["settings"][n] != run.asked[n]]
     run.horizon = schedule.Horizon.from_dict(saved["horizon"])
-    if branch or moved:
-        run.horizon = schedule.first_horizon(run.settings, run.step)
+    moved = {n for n in HORIZON if saved["settings"].get(n) != run.asked[n]}
+    over = run.horizon.end_step <= run.step < run.settings.steps  # a budget ended it, or total_steps grew
+    if branch or moved - {"max_hours"} or (moved and over):
+        old = run.horizon
+        run.horizon = schedule.changed_horizon(run.settings, run.step, old, branch or "schedule" in moved)
         run.log(
-            f"[resume] a new horizon: decay from step {run.horizon.decay_start}, end at {run.horizon.end_step}"
+            f"[resume] a new horizon: decay from step {run.horizon.decay_start}, end at {run.horizon.end_step}; "
+            f"{old.at(run.step - 1):.0%} of the decay were done, at the next step {run.horizon.at(run.step):.0%} are"
         )
-    if not branch:
+    if branch:
+        run.metrics.tokens = saved["metrics"]["tokens"]
+    else:
         run.metrics.load_state(saved["metrics"])
     exact = own_loaded and saved["world"] == run.agree.world and "rounding" not in run.changed
     exact = exact and (run.device.type == "cpu" or run.settings.deterministic)
@@ -301,11 +295,16 @@ def complete(run: Run) -> bool:
     with open(report, encoding="utf-8") as f:
         done = json.load(f).get("step") == run.step
     if done:
-        longer = "target_tokens" if run.settings.target_tokens else "total_steps"
-        run.log(
-            f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise {longer} "
-            f"(with --allow_change={longer}); for another run choose another out_dir"
+        s = run.settings
+        longer = "target_tokens" if s.target_tokens else "total_steps"
+        longer = (
+            f"{longer} (with --allow_change={longer})" if run.horizon.end_step >= s.steps else "max_hours"
         )
+        run.log(
+            f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise {longer}; "
+            "for another run choose another out_dir"
+        )
+        complete_export(run)
     return done
 
 
@@ -315,7 +314,7 @@ def published(run: Run, seconds: float = UPLOAD_SECONDS) -> dict:
     run.checkpoints.publish(folder, "")
     left = run.checkpoints.close(timeout=seconds)
     run.metrics.close()
-    return {"step": run.step, "saved": run.step, "export": folder, "unpublished": left}
+    return {"step": run.step, "export": folder, "unpublished": left}
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------
@@ -387,7 +386,10 @@ def agree_on_step(
     valid = int((batch.y >= 0).sum()) if batch else 0
     flags, (valid,) = agree.control([stop, bool(problem), bool(event), save_due], [valid])
     stop, any_problem, any_event, save_due = flags
-    if any_problem:
+    if any_problem:  # the state is whole: it is saved, without the batch that some ranks have drawn
+        run.stream.rewind(run.stream.before)
+        if run.step > (agree.info["saved"] or 0):
+            save(run, "latest", wait=True)
         agree.verdict(problem, "data")
     stop = signal.Signals(stop).name if stop else None
     if any_event:
@@ -456,7 +458,7 @@ def evaluate(run: Run, rows: int, final: bool = False) -> bool:
         meter.add(token_loss, part.y, part.domain)
         if stream.tokenizer.bytes_exact and (batch.y >= 0).any():
             byte_count += stream.tokenizer.bytes_per_token(batch.y) * int((batch.y >= 0).sum())
-    back_to_training(run)
+    model.back_to_training(run.model)
     loss, by_domain, tokens = meter.read(dist.all_reduce)
     dist.all_reduce(byte_count)
     bits_per_byte = loss * tokens / math.log(2) / byte_count.item() if byte_count else None
@@ -475,17 +477,9 @@ def print_sample(run: Run):
     run.model.eval()
     pad = s.max_len if run.model.compiled else 64
     ids = sample.generate(run.model, prompt, s.sample_tokens, s.max_len, run.device, pad=pad)
-    back_to_training(run)
+    model.back_to_training(run.model)
     run.budget.paused("sample", time.monotonic() - began)
     run.metrics.sample(run.step, s.sample_prompt + tokenizer.decode(ids))
-
-
-def back_to_training(run: Run):
-    """After forwards without a backward: parameters are the sharded ones again, which optimizers and saves know."""
-    run.model.train()
-    for module in run.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def tensors(run: Run) -> tuple[dict, dict]:
@@ -547,15 +541,21 @@ def collect_saves(run: Run):
                 f"may lose the work since the last save. Start it with --shutdown-timeout={math.ceil(need / 30) * 60}"
             )
             run.grace = None
+    failed = len(run.checkpoints.failures)
+    if failed != run.agree.info.get("failed_saves", 0):  # known at once, not when one succeeds again
+        run.agree.note(step=run.step, failed_saves=failed)
 
 
 def finish(run: Run) -> dict:
     """Final evaluation, save, export, report."""
-    s, agree = run.settings, run.agree
+    s, folder = run.settings, os.path.join(run.settings.out_dir, "export")
     evaluate(run, s.final_eval_rows, final=True)
     print_sample(run)
-    save(run, "final", wait=True)
-    folder = export(run)
+    if f"{run.step:08d}-final-" not in (
+        run.checkpoints.parent or ""
+    ):  # else a finished run whose folder was lost
+        save(run, "final", wait=True)
+    export(run)
     report = run.metrics.report(
         status="done", model="Nova", attention=s.attention, parameters=model.count_params(s)["total"],
         bigram_baseline=run.baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
@@ -569,12 +569,18 @@ def finish(run: Run) -> dict:
     run.log(
         f"a save held training up for {pause:.2f} s: save_minutes={minutes:.2g} loses least at a failure a day"
     )
-    if agree.rank == 0:
-        shutil.copy(os.path.join(s.out_dir, "report.json"), folder)
-        if run.stream.tokenizer.path:
-            shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
+    complete_export(run)
     run.log(f"the weights are in {folder}; talk to them: python sample.py {s.out_dir}")
     return published(run, upload_patience(run, None, time.monotonic())) | {"val_loss": report["val_loss"]}
+
+
+def complete_export(run: Run):
+    """What an export holds besides weights and config: again at each launch, since a kill may have come between."""
+    if run.agree.rank == 0:
+        folder = os.path.join(run.settings.out_dir, "export")
+        shutil.copy(os.path.join(run.settings.out_dir, "report.json"), folder)
+        if run.stream.tokenizer.path:
+            shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
 
 
 def export(run: Run) -> str:

@@ -6,6 +6,7 @@ A tiny model on a small folder of token shards, on one thread, so that losses ca
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,11 +65,19 @@ def command(folder, out, *arguments, ranks=0):
     return [*launcher, script, str(folder / "tiny.py"), f"--out_dir={folder / out}", *arguments]
 
 
-def train(world, out, *arguments, ranks=0, expect=0, deadline=150):
-    """Run to the end; the output. The child has its own process group, which is ended with it."""
+def train(world, out, *arguments, ranks=0, expect=0, deadline=150, inject=""):
+    """Run to the end; the output. The child has its own process group, which is ended with it. `inject`: code that each
+    process runs before the script."""
     folder, environ = world
+    words, script = command(folder, out, *arguments, ranks=ranks), os.path.join(ROOT, "train_nova.py")
+    if inject:
+        (folder / f"{out}.py").write_text(
+            f"import os, runpy, sys\nsys.path.insert(0, {ROOT!r})\n{inject}\nsys.argv[0] = {script!r}\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        )
+        words[words.index(script)] = str(folder / f"{out}.py")
     child = subprocess.Popen(
-        command(folder, out, *arguments, ranks=ranks), env=environ, text=True, cwd=folder, start_new_session=True,
+        words, env=environ, text=True, cwd=folder, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -283,6 +292,61 @@ def test_changed_settings_are_refused_or_accepted_by_name(world, uninterrupted):
     assert "goes on to rounding" in output, "sums in another order"
 
 
+BAD_ROW = """
+import data
+real = data.Stream.draw
+def draw(self, n, begin, end):
+    batch = real(self, n, begin, end)
+    if self.g == 56 and n == 8 and os.environ.get("RANK", "0") == "{rank}":
+        raise data.DataError("a bad row (injected)")
+    return batch
+data.Stream.draw = draw
+"""
+
+
+@pytest.mark.parametrize("ranks, bad", [(0, 0), (2, 1)])
+def test_a_data_error_in_a_step_loses_none_of_the_steps_before(world, uninterrupted, ranks, bad):
+    """All ranks are healthy and agree: the state is saved, without the batch that the other rank has drawn already."""
+    out = f"bad-row-{ranks}"
+    output = train(world, out, ranks=ranks, inject=BAD_ROW.format(rank=bad), expect=1 if ranks else 65)
+    assert "a bad row (injected)" in output
+    assert (status(world, out)["status"], status(world, out)["saved"]) == ("data", 6)
+    (state,) = (world[0] / out / "checkpoints").glob("step-00000006-latest-*/state.json")
+    assert json.loads(state.read_text())["data"]["samples"] == 6 * 8, (
+        "the batch that one rank had drawn is not in it"
+    )
+    train(world, out, ranks=ranks)
+    for step, (loss, _) in losses(world, out).items():
+        assert loss == pytest.approx(losses(world, "whole")[step][0], rel=2e-2 if ranks else 0), step
+
+
+FULL_DISK = """
+import checkpoint
+def full(self, flight, *arguments):
+    raise OSError(28, "No space left on device (injected)")
+checkpoint.Checkpoints._write = full
+"""
+
+
+def test_a_stop_whose_save_failed_says_so(world):
+    output = train(world, "disk-full", "--stop_at=5", inject=FULL_DISK, expect=3)
+    assert "NOT SAVED (step 5 (latest): OSError" in output and "after step 5, saved" not in output
+    assert (status(world, "disk-full")["saved"], status(world, "disk-full")["failed_saves"]) == (None, 3)
+
+
+def test_a_longer_schedule_goes_on_from_a_complete_run(world, uninterrupted):
+    """And what a kill left out of the export is put there first."""
+    shutil.copytree(world[0] / "whole", world[0] / "longer")
+    os.unlink(world[0] / "longer" / "export" / "report.json")
+    output = train(world, "longer")
+    assert "To train on, raise total_steps" in output and (world[0] / "longer/export/report.json").exists()
+    output = train(world, "longer", "--total_steps=16", "--allow_change=total_steps")
+    assert (
+        "a new horizon: decay from step 12, end at 16" in output and "100% of the decay were done" in output
+    )
+    assert list(losses(world, "longer")) == list(range(1, 17))
+
+
 def test_seed_8x_config_names_everything_this_machine_lacks(world):
     folder, environ = world
     script = os.path.join(ROOT, "train_nova.py")
@@ -364,18 +428,14 @@ def test_repeated_non_finite_steps_end_the_run_with_a_black_box(world):
 
 
 OUT_OF_MEMORY = """
-import os, runpy, sys
-sys.path.insert(0, {root!r})
 import model, torch
 real, calls = model.SoftcapCrossEntropy.forward, []
 def forward(*args):
     calls.append(1)
-    if len(calls) > 8 and os.environ.get("RANK", "0") == os.environ["NOVA_TEST_RANK"]:
+    if len(calls) > 8 and os.environ.get("RANK", "0") == "{culprit}":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.50 GiB (injected)")
     return real(*args)
 model.SoftcapCrossEntropy.forward = staticmethod(forward)
-sys.argv[0] = {root!r} + "/train_nova.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -385,20 +445,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 def test_out_of_memory_names_the_rank_and_the_setting(world, ranks, culprit):
     """In the middle of a step, while the other rank waits for it: both end, and one line says what to change."""
-    folder, environ = world
-    (folder / "oom.py").write_text(OUT_OF_MEMORY.format(root=ROOT))
-    words = command(folder, f"oom{ranks}{culprit}", ranks=ranks)
-    words[words.index(os.path.join(ROOT, "train_nova.py"))] = str(folder / "oom.py")
-    child = subprocess.run(
-        words,
-        env=environ | {"NOVA_TEST_RANK": str(culprit)},
-        text=True,
-        capture_output=True,
-        cwd=folder,
-        timeout=100,
-    )
-    said, ended = child.stdout + child.stderr, status(world, f"oom{ranks}{culprit}")
-    assert child.returncode == (1 if ranks else 70), said[-3000:]
+    code = OUT_OF_MEMORY.format(culprit=culprit)
+    said = train(world, f"oom{ranks}{culprit}", ranks=ranks, inject=code, expect=1 if ranks else 70)
+    ended = status(world, f"oom{ranks}{culprit}")
     assert (ended["status"], ended["rank"], ended["resumable"]) == ("failed", culprit, False)
     assert "Tried to allocate 3.50 GiB" in ended["why"] and "lower micro_batch=4" in ended["why"]
     assert "activation_checkpointing=selective" in said and "memory" in said
