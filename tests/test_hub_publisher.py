@@ -7,6 +7,7 @@ nothing local is touched, and no secret is said.
 import hashlib
 import os
 import traceback
+from types import SimpleNamespace
 
 import pytest
 from fake_hub import (  # noqa: F401 (fixtures)
@@ -26,6 +27,7 @@ from fake_hub import (  # noqa: F401 (fixtures)
     source,
 )
 
+import hub
 import hubclient
 
 WRITES = {
@@ -262,3 +264,16 @@ def test_no_secret_in_logs_errors_or_files(server, tmp_path, caplog, capfd):
     assert "canary" not in said and WRITE_TOKEN not in said and "X-Amz-Signature=c" not in said
     written = files_below(tmp_path)
     assert len(written) > 10 and not [n for n, content in written.items() if b"canary" in content]
+
+
+def test_the_rate_of_a_trial_leaves_latency_out(server, monkeypatch):
+    """4 s of it would make hours of a checkpoint that takes minutes."""
+    writer, clock = publisher(server), [0.0]
+
+    def upload(folder, prefix):
+        clock[0] += 4.0 + os.path.getsize(os.path.join(folder, "trial.bin")) / 10e6
+
+    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(writer, "upload", upload)
+    monkeypatch.setattr(writer, "delete", lambda prefix: 0)
+    assert writer.trial("drill") == pytest.approx(10e6)

@@ -74,7 +74,7 @@ def test_the_drill_uploads_something_small_and_leaves_no_trace(hub_world):
     output = train(here, "drilled", "--drill", *PUBLISH)
     assert "MB/s" in output and "drill passed" in output
     assert on_hub(server) == before
-    assert len(server.requests("/commit/")) - commits == 2, "one commit brings the trial, one takes it away"
+    assert len(server.requests("/commit/")) - commits == 3, "two commits bring the trial, one takes it away"
     seconds = json.loads((here[0] / "drilled" / "drill" / "status.json").read_text())["drill"]
     assert seconds["upload of a checkpoint"] > 0 and not os.path.exists(here[0] / "drilled" / "checkpoints")
     server.fault("PUT|/commit/", 503, times=10_000)
