@@ -21,7 +21,6 @@ if __name__ == "__main__":
     entry.prepare()
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -47,6 +46,8 @@ from shards import (
     label,
     open_tokenizer,
     permutation,
+    survey,
+    weighted_pattern,
 )
 
 STATE_VERSION = 1
@@ -241,26 +242,9 @@ class Stream:
         except ValueError as e:
             raise e if isinstance(e, DataError) else DataError(str(e)) from None
 
-    def survey(self, domains: list[str]) -> dict:
-        """The shards that the source holds now."""
-        found = {}
-        for domain in domains:
-            found[domain] = self.source.list(domain)
-            if not found[domain]:
-                there = self.source.domains()
-                near = difflib.get_close_matches(domain, there, n=1, cutoff=0.5)
-                raise DataError(
-                    f"{label(self.source)}: domain {domain!r} holds no .npy shard; "
-                    + (f"did you mean {near[0]!r}? " if near else "")
-                    + f"data/ holds {', '.join(there) or 'no folder'}; set domains"
-                )
-            for name in found[domain]:
-                check_name(name, domain)
-        return {"revision": self.source.revision, "found": found}
-
     def begin(self, cursors: list[Domain]) -> dict:
         """Agreed: admit what there is, hold out the validation rows. {domain: {shard: content id}}"""
-        start = self.leader("data", lambda: self.survey([c.name for c in cursors]))
+        start = self.leader("data", lambda: survey(self.source, [c.name for c in cursors]))
 
         def hold_out():
             for cursor in cursors:
@@ -502,7 +486,7 @@ class Listing(threading.Thread):
         try:
             if hasattr(self.stream.source, "pin"):
                 self.stream.source.pin()
-            self.found = self.stream.survey(self.stream.domains)
+            self.found = survey(self.stream.source, self.stream.domains)
         except Exception as e:
             self.problem = e
 
@@ -513,17 +497,6 @@ class Listing(threading.Thread):
 
 def state_digest(state: dict) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def weighted_pattern(weights: list[int]) -> list[int]:
-    """Domains in turn, weights[d] times each per sum(weights), spread evenly (smooth weighted round robin)."""
-    pattern, credit, total = [], [0] * len(weights), sum(weights)
-    for _ in range(total):
-        credit = [c + w for c, w in zip(credit, weights, strict=True)]
-        d = max(range(len(weights)), key=credit.__getitem__)
-        credit[d] -= total
-        pattern.append(d)
-    return pattern
 
 
 def open_stream(settings, agree, log=print, state: dict | None = None) -> Stream:

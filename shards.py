@@ -309,6 +309,24 @@ class FolderSource:
         """Nothing is cached, so nothing is deleted."""
 
 
+def survey(source, domains: list[str]) -> dict:
+    """The shards that the source holds now: {"revision": …, "found": {domain: {name: content id}}}"""
+    found = {}
+    for domain in domains:
+        found[domain] = source.list(domain)
+        if not found[domain]:
+            there = source.domains()
+            near = difflib.get_close_matches(domain, there, n=1, cutoff=0.5)
+            raise DataError(
+                f"{label(source)}: domain {domain!r} holds no .npy shard; "
+                + (f"did you mean {near[0]!r}? " if near else "")
+                + f"data/ holds {', '.join(there) or 'no folder'}; set domains"
+            )
+        for name in found[domain]:
+            check_name(name, domain)
+    return {"revision": source.revision, "found": found}
+
+
 class Tokenizer:
     """Text <-> ids, as metadata.json says: "bytes", a tokenizer.json (needs the package tokenizers), or unknown."""
 
@@ -400,6 +418,17 @@ def check_weights(weights: list, domains: list) -> list[int]:
     if sum(weights) > MAX_CYCLE:
         raise DataError(f"domain_weights={weights}: their sum must not exceed {MAX_CYCLE:,}: round them")
     return weights
+
+
+def weighted_pattern(weights: list[int]) -> list[int]:
+    """Domains in turn, weights[d] times each per sum(weights), spread evenly (smooth weighted round robin)."""
+    pattern, credit, total = [], [0] * len(weights), sum(weights)
+    for _ in range(total):
+        credit = [c + w for c, w in zip(credit, weights, strict=True)]
+        d = max(range(len(weights)), key=credit.__getitem__)
+        credit[d] -= total
+        pattern.append(d)
+    return pattern
 
 
 def check_name(name: str, domain: str):
