@@ -246,6 +246,7 @@ class Stream:
             self.describe(self.begin(self.cursors), settings)
         else:
             self.load_state(state)
+        self.agreed("held-out rows", lambda: [c.val_rows() for c in self.cursors])  # not an hour later
 
     # --- agreement -----------------------------------------------------------------------------------------
     def agreed(self, what: str, make):

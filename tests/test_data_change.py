@@ -202,6 +202,33 @@ def test_a_domain_whose_shards_were_all_replaced_begins_with_the_new_ones(place)
     assert {x[0] // ROW for x, _ in crew.streams[0].cursors[0].val_rows()} <= {*range(800, 805)}
 
 
+def test_held_out_rows_are_read_at_the_start_and_replaced_by_new_ones(place):
+    """Not at the first evaluation, an hour in. What was trained on is never held out: rows are asked for."""
+    write(place.root, "data/code/val.npy", rows(800, 5, 9))
+    place.push()
+    state = place.crew(1).state()
+    bad = rows(800, 5, 9)
+    bad[:] = 1 << 31
+    for array in (bad, None):
+        place.put("data/code/val.npy", array)
+        with pytest.raises((data.DataError, hub.HubError), match=f"code/val.npy.*{CURE}"):
+            place.crew(1, state)
+    with pytest.raises(data.DataError, match=r"domain code: .* add one named val\*.npy"):
+        place.crew(1, state, allow_change=["data"])
+    place.put("data/code/val_new.npy", rows(810, 5, 9))
+    crew = place.crew(2, state, allow_change=["data"])
+    assert {x[0] // ROW for x, _ in crew.streams[0].cursors[0].val_rows()} <= {*range(810, 815)}
+    assert not {*range(800, 820)} & {*numbers(crew.run(range(20), n=6))}
+
+
+def test_a_bad_held_out_row_ends_a_fresh_start(place):
+    shard = np.load(f"{place.root}/data/math/000.npy")
+    shard[-1, 2] = 1 << 31
+    place.put("data/math/000.npy", shard)
+    with pytest.raises(data.DataError, match="math/000.npy: row 12 column 2"):
+        place.crew(1)
+
+
 def test_a_move_between_a_folder_and_the_hub_is_named_at_once_and_can_be_accepted(place):
     """Their content ids are of two kinds, so nothing can be recognised: said without a download or a second try."""
     crew = place.crew(2)
