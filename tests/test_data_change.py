@@ -9,8 +9,10 @@ import os
 
 import numpy as np
 import pytest
+import workers
 from corpora import ROW, Crew, dataset, rows, settings, write
 from fake_hub import files_below, fixture_server, fixture_short_waits  # noqa: F401 (fixtures)
+from test_data_state import Gloo
 
 import data
 import hub
@@ -242,3 +244,25 @@ def test_a_move_between_a_folder_and_the_hub_is_named_at_once_and_can_be_accepte
         place.crew(2, json.loads(json.dumps(state)), lines.append)
     assert not place.server.requests("resolve/.*npy") and not lines
     assert place.crew(3, state, allow_change=["data"]).run(range(7, 40), n=6) == expected
+
+
+def goes_on(rank, world, folder, state):
+    s = settings(folder, allow_change=["data"], shard_refresh_steps=0)
+    stream = data.open_stream(s, Gloo(rank, world), lambda text: None, state)
+    return [stream.next_batch(6).x.tolist() for _ in range(20)], stream.state()
+
+
+def test_real_processes_agree_on_what_there_is_now(tmp_path):
+    """Two gloo processes, of which rank 0 alone looks, against one: a removed shard, a replaced one and a new one."""
+    root = dataset(tmp_path)
+    crew = Crew(settings(root, shard_refresh_steps=0))
+    crew.run(range(5), n=6)
+    state = crew.state()
+    os.remove(f"{root}/{BAD}")
+    write(root, "data/math/000.npy", rows(600, 8, 9))
+    write(root, "data/general/new.npy", rows(700, 8, 9))
+    two = workers.run(goes_on, 2, folder=root, state=state)
+    alone = Crew(settings(root, allow_change=["data"], shard_refresh_steps=0), 1, state)
+    batches = [[sample[2] for sample in alone.step(6)] for _ in range(20)]
+    assert [a + b for a, b in zip(two[0][0], two[1][0], strict=True)] == batches
+    assert two[0][1] == two[1][1] == alone.state()
