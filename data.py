@@ -21,7 +21,6 @@ if __name__ == "__main__":
     entry.prepare()
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -40,6 +39,7 @@ from shards import (
     Shard,
     Tokenizer,  # noqa: F401 (others import it from here)
     check_domains,
+    check_kind,
     check_metadata,
     check_name,
     check_weights,
@@ -47,6 +47,10 @@ from shards import (
     label,
     open_tokenizer,
     permutation,
+    survey,
+    way_past,
+    weighted_pattern,
+    whereabouts,
 )
 
 STATE_VERSION = 1
@@ -164,26 +168,50 @@ class Domain:
         train = sorted(n for n in found if not is_val(n))
         if not train:
             raise DataError(f"domain {self.name}: all its shards are named val*: nothing to train on")
-        for name in named or train:
+        rows_of = {v[0] for v in self.val}  # after `keep`; what was trained on is never held out
+        for name in named or ([] if self.admitted else train):
+            if name in rows_of or sum(v[4] for v in self.val) >= wanted:
+                continue
             shard = self.stream.open_shard(name, revision, found[name])
             self.stream.source.release(name)  # it stays open
             most = shard.n if named else max(shard.n // 10, min(1, shard.n - 1))
             count = min(most, wanted - sum(v[4] for v in self.val))
             if count:
                 self.val.append([name, found[name], revision, 0 if named else shard.n - count, count])
-            if sum(v[4] for v in self.val) >= wanted:
-                break
         held = sum(v[4] for v in self.val)
         if not held:
-            raise DataError(
-                f"domain {self.name}: its shards hold one sample of {self.stream.T} tokens each, so none can be held "
-                "out for validation: set a smaller max_len, or add data"
-            )
+            why = f"its shards hold one sample of {self.stream.T} tokens each, so none can be held out: set a smaller max_len, or add data"
+            if self.admitted:
+                why = (
+                    "no shard with its held-out rows is left: add one named val*.npy, of rows new to this run"
+                )
+            raise DataError(f"domain {self.name}: {why}")
         if held < wanted:
             self.stream.log(f"data: {self.name} has only {held} of val_rows={wanted} rows to hold out")
-        self.admitted = [[0, revision, [[n, found[n]] for n in train]]]
+        self.admitted = self.admitted or [[0, revision, [[n, found[n]] for n in train]]]
         self.changed()
 
+    def keep(self, found: dict, revision):
+        """Of what was admitted and held out, what the source lists now, with the content that it has now. The rest of
+        the epoch stays in order: each shard is a group of its own, until the next epoch mixes them as it would have."""
+        ids = {v[0]: v[1] for v in self.val} | {n: id for n, (_, id) in self.where.items()}
+        now, order = whereabouts(ids, found, self.stream.log), self.order(self.epoch)
+        if self.shard < len(order) and not now[order[self.shard]]:
+            self.pos = 0
+        self.shard = sum(now[n] is not None for n in order[: self.shard])
+        self.admitted = [[self.epoch, revision, [[now[n], found[now[n]]]]] for n in order if now[n]]
+        val, self.val = self.val, []
+        for name, first, count in [(now[v[0]], v[3], v[4]) for v in val if now[v[0]]]:
+            n = self.stream.open_shard(name, revision, found[name]).n
+            self.stream.source.release(name)  # it stays open
+            if first + count > n:  # it became shorter
+                count = min(count, n if is_val(name) else max(n // 10, min(1, n - 1)))
+                first = 0 if is_val(name) else n - count
+            if count:
+                self.val.append([name, found[name], revision, first, count])
+        self.changed()
+
+    @way_past()
     def val_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """The held-out samples (x, y), read once. Of a whole val shard, samples spread evenly over it."""
         if self.rows is None:
@@ -191,10 +219,9 @@ class Domain:
             for name, id, revision, first, count in self.val:
                 shard = self.stream.open_shard(name, revision, id)
                 self.stream.source.release(name)  # it stays open
-                spread = name not in self.where
                 for i in range(count):
                     x, y = np.empty(shard.T, np.int64), np.empty(shard.T, np.int64)
-                    shard.read(i * shard.n // count if spread else first + i, x, y)
+                    shard.read(first + i if name in self.where else i * shard.n // count, x, y)
                     rows.append((x, y))
             # evaluations that read fewer rows still see all of them spread
             self.rows = [rows[i] for i in permutation(len(rows), "validation", self.name)]
@@ -219,6 +246,7 @@ class Stream:
             self.describe(self.begin(self.cursors), settings)
         else:
             self.load_state(state)
+        self.agreed("held-out rows", lambda: [c.val_rows() for c in self.cursors])  # not an hour later
 
     # --- agreement -----------------------------------------------------------------------------------------
     def agreed(self, what: str, make):
@@ -241,32 +269,18 @@ class Stream:
         except ValueError as e:
             raise e if isinstance(e, DataError) else DataError(str(e)) from None
 
-    def survey(self, domains: list[str]) -> dict:
-        """The shards that the source holds now."""
-        found = {}
-        for domain in domains:
-            found[domain] = self.source.list(domain)
-            if not found[domain]:
-                there = self.source.domains()
-                near = difflib.get_close_matches(domain, there, n=1, cutoff=0.5)
-                raise DataError(
-                    f"{label(self.source)}: domain {domain!r} holds no .npy shard; "
-                    + (f"did you mean {near[0]!r}? " if near else "")
-                    + f"data/ holds {', '.join(there) or 'no folder'}; set domains"
-                )
-            for name in found[domain]:
-                check_name(name, domain)
-        return {"revision": self.source.revision, "found": found}
-
     def begin(self, cursors: list[Domain]) -> dict:
-        """Agreed: admit what there is, hold out the validation rows. {domain: {shard: content id}}"""
-        start = self.leader("data", lambda: self.survey([c.name for c in cursors]))
+        """Agreed: admit what there is now, hold out the validation rows. {domain: {shard: content id}}"""
+        start = self.leader("data", lambda: survey(self.source, [c.name for c in cursors]))
 
         def hold_out():
             for cursor in cursors:
+                if cursor.admitted:
+                    cursor.keep(start["found"][cursor.name], start["revision"])
                 cursor.hold_out(start["found"][cursor.name], start["revision"], self.held_rows)
 
         self.agreed("data", hold_out)
+        self.admit(start)
         return start["found"]
 
     def describe(self, found: dict, settings):
@@ -319,6 +333,7 @@ class Stream:
             self.rewind(before)
             raise
 
+    @way_past()
     def draw(self, n: int, low: int, high: int) -> Batch:
         x, y = np.empty((high - low, self.T), np.int64), np.empty((high - low, self.T), np.int64)
         domain = np.empty(high - low, np.int64)
@@ -381,8 +396,8 @@ class Stream:
 
     def admit(self, survey: dict) -> dict:
         added = {}
-        for cursor in self.cursors:
-            found = survey["found"].get(cursor.name, {})
+        for cursor in (c for c in self.cursors if c.name in survey["found"]):
+            found = survey["found"][cursor.name]
             contents = {id for _, id in cursor.where.values() if id} | {v[1] for v in cursor.val}
             new = [n for n in sorted(found) if n not in cursor.where and not is_val(n)]
             new = [n for n in new if found[n] is None or found[n] not in contents]  # a rename is not new data
@@ -418,7 +433,7 @@ class Stream:
 
     # --- state ---------------------------------------------------------------------------------------------
     def state(self) -> dict:
-        """JSON: the same on every rank. Grows with the number of admitted shards (about 100 bytes each)."""
+        """JSON: the same on every rank. Grows with the number of admitted shards (100 to 160 bytes each)."""
         state = {
             "version": STATE_VERSION, "seed": self.seed, "seq_len": self.T, "vocab_size": self.vocab_size,
             "weights": list(self.weights), "samples": self.g,
@@ -435,9 +450,9 @@ class Stream:
     def load_state(self, state: dict):
         """Agreed: go on where `state` was taken, on any number of ranks. DataError if it is another run's order."""
         self.agreed("data state", lambda: self.take_state(state))
-        new = [c for c in self.cursors if not c.admitted]
-        if new:
-            self.begin(new)
+        begins = [c for c in self.cursors if not c.admitted or "data" in self.allow]
+        if begins:
+            self.begin(begins)
 
     def take_state(self, state: dict):
         try:
@@ -478,6 +493,7 @@ class Stream:
                 cursor.epoch = cursor.shard = cursor.pos = 0
                 continue
             place = saved[cursor.name]
+            check_kind(place["admitted"][0][1], self.source, self.allow)
             for name in [n for _, _, group in place["admitted"] for n, _ in group] + [
                 v[0] for v in place["val"]
             ]:
@@ -502,7 +518,7 @@ class Listing(threading.Thread):
         try:
             if hasattr(self.stream.source, "pin"):
                 self.stream.source.pin()
-            self.found = self.stream.survey(self.stream.domains)
+            self.found = survey(self.stream.source, self.stream.domains)
         except Exception as e:
             self.problem = e
 
@@ -513,17 +529,6 @@ class Listing(threading.Thread):
 
 def state_digest(state: dict) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def weighted_pattern(weights: list[int]) -> list[int]:
-    """Domains in turn, weights[d] times each per sum(weights), spread evenly (smooth weighted round robin)."""
-    pattern, credit, total = [], [0] * len(weights), sum(weights)
-    for _ in range(total):
-        credit = [c + w for c, w in zip(credit, weights, strict=True)]
-        d = max(range(len(weights)), key=credit.__getitem__)
-        credit[d] -= total
-        pattern.append(d)
-    return pattern
 
 
 def open_stream(settings, agree, log=print, state: dict | None = None) -> Stream:

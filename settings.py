@@ -180,7 +180,10 @@ class Settings:
     save_minutes: float = setting(30.0, "minutes between `latest` checkpoints; 0: none")
     ckpt_keep: int = setting(2, "checkpoints kept of each kind (latest, best, milestone)")
     resume: Literal["auto", "must", "never"] = setting("auto", "must: an error without a checkpoint")
-    allow_change: list[str] = setting([], "names of settings that a resume may change although they matter")
+    allow_change: list[str] = setting(
+        [],
+        "names of settings that a resume may change although they matter; data: read the shards as they are now",
+    )
     hf_model_repo: str | None = setting(None, "Hub repo for checkpoints and weights (HF_MODEL_REPO)")
     publish: bool = setting(True, "upload to hf_model_repo when it is set; needs HF_TOKEN with write access")
     tracker: Literal["none", "trackio", "wandb"] = setting("none", "also send metrics there; imported on use")

@@ -10,6 +10,7 @@ Reading is `pread` in the training process, not mmap: mapped pages count as memo
 and 428), and a mapped file that shrinks kills it. Every bad input is a `DataError` that names file, row, value, cure.
 """
 
+import contextlib
 import difflib
 import errno
 import hashlib
@@ -29,6 +30,18 @@ class DataError(ValueError):
     """A shard, a layout or a state that cannot be used: names the file, the value and the cure."""
 
     exit_code = 65  # see startup.py
+
+
+@contextlib.contextmanager
+def way_past():
+    """A run that cannot read a shard names what lets it go on."""
+    try:
+        yield
+    except (DataError, OSError) as e:
+        if getattr(e, "exit_code", None) == DataError.exit_code:  # not where trying again may heal it
+            cure = "repair or remove it, then resume with --allow_change=data"
+            e.args = (f"{e}. If that shard is bad or gone for good: {cure}",)
+        raise
 
 
 def permutation(n: int, *key) -> np.ndarray:
@@ -309,6 +322,48 @@ class FolderSource:
         """Nothing is cached, so nothing is deleted."""
 
 
+def survey(source, domains: list[str]) -> dict:
+    """The shards that the source holds now: {"revision": …, "found": {domain: {name: content id}}}"""
+    found = {}
+    for domain in domains:
+        found[domain] = source.list(domain)
+        if not found[domain]:
+            there = source.domains()
+            near = difflib.get_close_matches(domain, there, n=1, cutoff=0.5)
+            raise DataError(
+                f"{label(source)}: domain {domain!r} holds no .npy shard; "
+                + (f"did you mean {near[0]!r}? " if near else "")
+                + f"data/ holds {', '.join(there) or 'no folder'}; set domains"
+            )
+        for name in found[domain]:
+            check_name(name, domain)
+    return {"revision": source.revision, "found": found}
+
+
+def check_kind(revision: str | None, source, allow):
+    """A folder and the Hub tell contents apart by other ids: what one admitted cannot be recognised in the other."""
+    was, now = ("a folder" if r is None else "a Hub repo" for r in (revision, source.revision))
+    if was != now and "data" not in allow:
+        raise DataError(
+            f"this run's shards were admitted from {was}, data= now names {now} ({label(source)}): restore data=, or "
+            "accept the move with --allow_change=data"
+        )
+
+
+def whereabouts(ids: dict, found: dict, log) -> dict:
+    """{name: its name now, None if it is gone} of what was admitted (ids) and is listed (found), both {name: content id}.
+    A renamed file is known by its content, unless the new name changes what it is for."""
+    spare = {(is_val(n), id): n for n, id in found.items() if id and n not in ids}
+    now = {n: n if n in found else spare.pop((is_val(n), id), None) for n, id in ids.items()}
+    for name, other in now.items():
+        if name != other:
+            log(f"data: {name} " + (f"is {other} now" if other else "left the source, and so the run"))
+    changed = [n for n in ids if now[n] and found[now[n]] != ids[n]]
+    if changed:
+        log(f"data: {len(changed)} shards are read with the content that they have now, e.g. {changed[0]}")
+    return now
+
+
 class Tokenizer:
     """Text <-> ids, as metadata.json says: "bytes", a tokenizer.json (needs the package tokenizers), or unknown."""
 
@@ -400,6 +455,17 @@ def check_weights(weights: list, domains: list) -> list[int]:
     if sum(weights) > MAX_CYCLE:
         raise DataError(f"domain_weights={weights}: their sum must not exceed {MAX_CYCLE:,}: round them")
     return weights
+
+
+def weighted_pattern(weights: list[int]) -> list[int]:
+    """Domains in turn, weights[d] times each per sum(weights), spread evenly (smooth weighted round robin)."""
+    pattern, credit, total = [], [0] * len(weights), sum(weights)
+    for _ in range(total):
+        credit = [c + w for c, w in zip(credit, weights, strict=True)]
+        d = max(range(len(weights)), key=credit.__getitem__)
+        credit[d] -= total
+        pattern.append(d)
+    return pattern
 
 
 def check_name(name: str, domain: str):

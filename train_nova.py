@@ -284,6 +284,8 @@ def resume(run: Run, saved: dict | None, path: str | None):
     how = "bit-exact" if exact else "to rounding"
     if saved["code"] != selftest.code_digest() or "math" in run.changed:
         how = "with changed " + ("settings" if "math" in run.changed else "code")
+    if "data" in run.settings.allow_change:
+        how = "with the data that there is now"
     run.log(f"[resume] step {run.step} of {path}, saved by {saved['world']} ranks: goes on {how}")
 
 

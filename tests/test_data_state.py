@@ -152,8 +152,8 @@ class Many:
 
 
 def test_resume_deep_in_a_large_manifest_opens_only_the_current_shards(tmp_path):
-    """20,000 shards, resumed after 100,000 steps: nothing before the position is opened, the next shard is fetched
-    ahead, and the state takes at most 150 bytes a shard."""
+    """20,000 shards, resumed after 100,000 steps: nothing before the position is opened but what has the held-out rows,
+    the next shard is fetched ahead, and the state takes at most 150 bytes a shard."""
     source = Many(write(tmp_path, "a.npy", rows(0, 40, 9)))
     state = Crew(settings(tmp_path), source=source).state()
     for place in state["domains"].values():  # 100,000 steps of 24 samples: 600,000 a domain, 40 a shard
@@ -164,7 +164,7 @@ def test_resume_deep_in_a_large_manifest_opens_only_the_current_shards(tmp_path)
     source.fetched.clear()
     crew = Crew(settings(tmp_path), source=source, state=state)
     crew.step(24)
-    assert len(source.fetched) <= 8
+    assert len(source.fetched) <= 12, "held-out, current and next shard of four domains"
 
 
 def test_open_files_and_memory_stay_flat(tmp_path):

@@ -290,6 +290,8 @@ def test_changed_settings_are_refused_or_accepted_by_name(world, uninterrupted):
     assert "goes on with changed settings" in output and "bit-exact" not in output
     output = train(world, "other rate", "--lr=1e-3", "--micro_batch=1", "--stop_at=4", expect=3)
     assert "goes on to rounding" in output, "sums in another order"
+    output = train(world, "other rate", "--lr=1e-3", "--allow_change=data", "--stop_at=5", expect=3)
+    assert "goes on with the data that there is now" in output
 
 
 BAD_ROW = """
