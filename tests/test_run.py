@@ -220,9 +220,14 @@ def test_signal_saves_first_and_the_same_command_goes_on(world, uninterrupted, n
 
 
 def test_stop_at_and_job_hours_stop_resumable_without_changing_the_curve(world, uninterrupted):
-    train(world, "parts", "--stop_at=5", expect=3)
+    """Nor do saves by the clock, nor what "auto" became in the first launch."""
+    auto = ["--use_fp8=auto", "--use_compile=auto"]
+    train(world, "parts", *auto, "--stop_at=5", expect=3)
     assert status(world, "parts")["reason"] == "stop_at"
-    train(world, "parts")
+    train(world, "parts", *auto, "--job_hours=0.0003", expect=3)
+    assert status(world, "parts")["reason"] == "job_hours" and status(world, "parts")["saved"] == 6
+    output = train(world, "parts", *auto, "--save_minutes=0.0001", "--ckpt_every=100", "--eval_every=100")
+    assert "saved step-00000008-latest-" in output
     assert losses(world, "parts") == losses(world, "whole")
 
 
@@ -262,6 +267,7 @@ def test_out_of_memory_in_any_stage_names_the_settings_and_is_not_retried(error)
         (["--data=/no/such/folder"], 65, "/no/such/folder"),
         (["--domains=cod,math"], 65, "cod"),
         (["--resume=must"], 74, "--resume=must"),
+        (["--schedule_from=out"], 64, "is not the folder of a checkpoint"),
         (["--tracker=wandb"], 64, "wandb cannot be imported"),
     ],
 )
