@@ -16,7 +16,7 @@ machine trains, while `time` in the report says where every second of the launch
             loss.backward();                  timer.mark("forward_backward")
         clip, step, zero_grad;                timer.mark("optimizer")
         loss, by_domain = meter.read(all_reduce)        # the step's one host sync
-        metrics.step(step + 1, loss, by_domain, grad_norm, rates, ctx, tokens, timer.read(), epochs, hours_left)
+        metrics.step(step + 1, loss, by_domain, grad_norm, rates, ctx, tokens, timer.read(), epochs, seconds_left)
     metrics.evaluation(step, loss, by_domain, bits_per_byte, seconds)     metrics.sample(step, text)
     metrics.save(step, "latest", receipt)    metrics.event(event)    metrics.state() -> JSON for the checkpoint
     report = metrics.report(status="done", …)           # report.json, the table, loss.png
@@ -318,7 +318,7 @@ class Metrics:
 
     # --- during the run -------------------------------------------------------------------------------------
     def step(
-        self, step, loss, loss_by_domain, grad_norm, rates, ctx, tokens, timers, epochs=None, hours_left=None,
+        self, step, loss, loss_by_domain, grad_norm, rates, ctx, tokens, timers, epochs=None, seconds_left=None,
         bad=False, end_step=None, slowest=None,
     ):  # fmt: skip
         """One optimizer step is done. rates = schedule.rates(…); tokens of this step, all ranks; timers from
@@ -354,7 +354,7 @@ class Metrics:
             self.journal()
         if step % self.settings.log_every == 0 or step == self.first_step + 1 or step == self.end_step:
             window = self.speed(self.window["tokens"], self.window["total"], flops)
-            self.lines(step, row, window, used["total"], hours_left)
+            self.lines(step, row, window, used["total"], seconds_left)
             if slowest:
                 self.log(slowest)
             self.window = {}
@@ -374,10 +374,12 @@ class Metrics:
             seconds = min(seconds, max(0.0, self.settings.max_hours * 3600 - self.used()))
         return seconds
 
-    def lines(self, step: int, row: dict, speed: dict, memory_total: float | None, hours_left: float | None):
+    def lines(
+        self, step: int, row: dict, speed: dict, memory_total: float | None, seconds_left: float | None
+    ):
         """The console lines of a step, with the seed's figures; speed is that of the steps since the last lines."""
         mean = statistics.fmean(self.losses) if self.losses else math.nan
-        left = "" if hours_left is None else f" | {hours_left:.2f}h left"
+        left = "" if seconds_left is None else f" | {seconds_left / 3600:.2f}h left"
         mfu = "n/a" if speed["mfu"] is None else f"{100 * speed['mfu']:.1f} %"
         total = self.window["total"] or 1e-9
         pace = total / self.window["steps"]
@@ -396,9 +398,10 @@ class Metrics:
             f"  {pace:.2f}s/step ({split} %)  mem {row['memory_gb']:.1f} peak {row['memory_peak_gb']:.1f}{room} GB"
         )
         if len(row["loss_by_domain"]) > 1:
-            epochs = row["epochs"] or {}
-            self.log("  " + "  ".join(f"{d} {v:.4f}" + (f" (epoch {epochs[d]:.2f})" if d in epochs else "")
-                                      for d, v in row["loss_by_domain"].items()))  # fmt: skip
+            epoch = {d: f" (epoch {n:.2f})" for d, n in (row["epochs"] or {}).items()}
+            self.log(
+                "  " + "  ".join(f"{d} {v:.4f}{epoch.get(d, '')}" for d, v in row["loss_by_domain"].items())
+            )
 
     def evaluation(self, step, loss, by_domain, bits_per_byte=None, seconds=0.0, final=False) -> bool:
         """An evaluation is done; True when it is the best so far. Draws loss.png."""

@@ -352,7 +352,7 @@ def loop(run: Run, stop_at: int | None) -> str | None:
         run.budget.stepped(timers["total"])
         run.metrics.step(
             run.step, loss, loss_by_domain, grad_norm, rates, schedule.context_length(run.step - 1, s), valid_tokens,
-            timers, stream.epochs(), hours_left(run), bad, run.horizon.end_step, watcher.slowest(timers),
+            timers, stream.epochs(), run.budget.left(time.monotonic()), bad, run.horizon.end_step, watcher.slowest(timers),
         )  # fmt: skip
         stream.refresh(run.step)
         if run.step % s.eval_every == 0 and run.step < run.horizon.end_step:
@@ -598,12 +598,6 @@ def export_config(run: Run) -> dict:
     """config.json of an export: everything that sample.py needs, as data; it is never executed."""
     settings = run.asked | {"vocab_size": run.settings.vocab_size}
     return {"format": "nova-1", "step": run.step, "settings": settings, "tokenizer": run.stream.metadata}
-
-
-def hours_left(run: Run) -> float | None:
-    """Of max_hours or job_hours, whichever ends first; None without a budget."""
-    left = run.budget.left(time.monotonic())
-    return None if left is None else left / 3600
 
 
 if __name__ == "__main__":

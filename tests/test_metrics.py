@@ -81,7 +81,7 @@ def test_console_lines_have_the_seeds_figures_and_ours(tmp_path):
     clock, lines = Clock(), []
     m = make(tmp_path, clock, lines.append)
     m.launch(0)
-    take_steps(m, 1, 5, clock, hours_left=1.25)
+    take_steps(m, 1, 5, clock, seconds_left=4500.0)
     text = "\n".join(lines[-4:])
     for figure in ("step 000005/20", "ctx 64", "1.25h left", "ETA 8s", "loss 2.0000", "avg50 2.0000", "ppl 7.4", "mlr 4.00e-04",
                    "alr 2.00e-04", "grad 1.000", "200 tok/s", "100/GPU", "0.50s/step", "fwd+bwd 60", "optimizer 20", "mem ",
