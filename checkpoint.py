@@ -65,7 +65,7 @@ from sealed import (
     write_tensors,
     write_text,
 )
-from uploads import ROTATED, Uploads, by_serial, published
+from uploads import ROTATED, SLACK, Uploads, by_serial, published
 
 __all__ = [  # what other files use, this file's and sealed.py's
     "CheckpointError", "Checkpoints", "check_shared_folder", "export", "read_export", "read_model",
@@ -73,6 +73,7 @@ __all__ = [  # what other files use, this file's and sealed.py's
 ]  # fmt: skip
 KINDS = (*ROTATED, "final")
 PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
+NO_SPACE = re.compile(rf"Errno ({errno.ENOSPC}|{errno.EDQUOT})\b")  # in the words of whichever rank met it
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -245,10 +246,13 @@ class Checkpoints:
                 found[name] = manifest
         return found
 
-    def held(self) -> int:
-        """Bytes of this run's checkpoints here. Rotation puts new ones in their place."""
+    def room(self, size: float) -> int:
+        """Bytes that checkpoints of `size` bytes may still take here: those of each kind that rotation keeps, a final one
+        and one in flight, less those that are here. Never under two: a save must fit before rotation makes room."""
+        most = len(ROTATED) * (self.keep + (SLACK if self.publisher is not None else 0)) + 2
         mine = (m for m in self._manifests().values() if m["run_id"] == self.run_id)
-        return sum(entry["size"] for m in mine for entry in m["files"].values())
+        held = sum(entry["size"] for m in mine for entry in m["files"].values())
+        return int(max(2 * size, most * size - held))
 
     # --- save ---
 
@@ -380,9 +384,14 @@ class Checkpoints:
             dcp.save(shared, storage_writer=writer, process_group=self.group)
             files = together(write_own)
             size = together(finish, only_rank_0=True)[0]
-        except (CheckpointError, CheckpointException):
+        except (CheckpointError, CheckpointException) as e:
             if rank == 0:  # all ranks have stopped writing
                 shutil.rmtree(temporary, ignore_errors=True)
+                if NO_SPACE.search(
+                    str(e)
+                ):  # what waits for the Hub would keep every later save from succeeding
+                    for kind in ROTATED:
+                        self._rotate(kind, full=True)
             raise
         if rank == 0:
             self._rotate(flight.kind)
@@ -391,8 +400,9 @@ class Checkpoints:
             step=flight.step, kind=flight.kind, name=flight.name, bytes=size, seconds=seconds, pause=pause
         )
 
-    def _rotate(self, kind: str):
-        """Rank 0: delete this run's oldest checkpoints of a kind. What it can't delete it only logs."""
+    def _rotate(self, kind: str, full: bool = False):
+        """Rank 0: delete this run's oldest checkpoints of a kind; on a `full` disk also those that the Hub has not got.
+        What it can't delete it only logs."""
         try:
             mine = [
                 n for n, m in self._manifests().items() if (m["run_id"], m["kind"]) == (self.run_id, kind)
@@ -400,7 +410,9 @@ class Checkpoints:
             if kind not in ROTATED:
                 return
             for i, name in enumerate(mine[: -self.keep]):
-                if self.uploads is None or self.uploads.may_delete(name, mine[i:], self.keep):
+                if full:
+                    self.log(f"deleting {name} to make room, on the Hub or not: the disk is full")
+                if full or self.uploads is None or self.uploads.may_delete(name, mine[i:], self.keep):
                     doomed = os.path.join(self.folder, f".tmp-{self.run_id}+deleting-{name}")
                     os.rename(os.path.join(self.folder, name), doomed)  # a half-deleted checkpoint is not one
                     shutil.rmtree(doomed)
@@ -428,7 +440,7 @@ class Checkpoints:
             self.failures.append(f"step {flight.step} ({flight.kind}): {flight.error}")
             self.log(
                 f"CHECKPOINT FAILED, number {len(self.failures)} of this launch: {self.failures[-1]}. "
-                "Training goes on; earlier checkpoints are as they were"
+                "Training goes on; the newest earlier checkpoints are as they were"
             )
             return
         self.parent = f"{self.run_id}/{flight.name}"

@@ -178,11 +178,9 @@ def start_up(run: Run, launched: float) -> Run:
         planned = run.planned = plan_of(run)
         for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
             log(line)
-        # latest, best, milestone; final and one in flight; what a run that goes on has there already counts
-        room = (
-            planned.files["checkpoint"] * (3 * s.ckpt_keep + 2) + planned.files["weights"] if planned else 0
-        )
-        selftest.check_storage(agree, s.out_dir, max(0, int(room) - run.checkpoints.held()), log)
+        files = planned.files if planned else {"checkpoint": 0, "weights": 0}
+        room = run.checkpoints.room(files["checkpoint"]) + int(files["weights"])
+        selftest.check_storage(agree, s.out_dir, room, log)
     with agree.stage("model"), watch.explained_memory(run):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):

@@ -3,6 +3,7 @@
 The real client against the fake server is in test_publish.py.
 """
 
+import errno
 import json
 import os
 import random
@@ -153,6 +154,40 @@ def test_local_rotation_waits_for_the_hub_but_not_for_ever(tmp_path):
     save(c, 8, kind="milestone")
     assert [int(n.split("-")[1]) for n in names_in(tmp_path)][-1] == 8 and len(names_in(tmp_path)) <= 2
     c.close(timeout=10)
+
+
+def full_disk_scenario(rank, world, folder, victim):
+    """One rank's disk holds 9 checkpoints and the Hub refuses all: saves of all kinds; which failed, what is left."""
+    hub, write = MemoryHub(), checkpoint.write_tensors
+    hub.failing = 10**9
+    c, lines = open_folder(folder, rank, world, publisher=hub, keep=1)
+
+    def limited(path, *rest):
+        if rank == victim and len(names_in(folder)) >= 9:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return write(path, *rest)
+
+    checkpoint.write_tensors = limited
+    try:
+        for step in range(1, 6):
+            for kind in ("latest", "best", "milestone"):
+                c.save(
+                    step, kind, *state_for(rank, world, seed=step), {"step": step, "config": {}}, wait=True
+                )
+    finally:
+        checkpoint.write_tensors = write
+    c.close()
+    return c.failures, names_in(folder), sum("to make room" in line for line in lines)
+
+
+@pytest.mark.parametrize("world, victim", [(1, 0), (2, 1)])
+def test_a_disk_filled_by_what_the_hub_refuses_is_freed(tmp_path, world, victim):
+    """One save fails, on whichever rank; then the newest `keep` of each kind are left, and the next saves fit."""
+    for failures, names, said in run(full_disk_scenario, world=world, folder=str(tmp_path), victim=victim):
+        assert [f.split(":")[0] for f in failures] == ["step 4 (latest)"] and "No space left" in failures[0]
+        steps = {kind: [int(n.split("-")[1]) for n in names if kind in n] for kind in uploads.ROTATED}
+        assert steps == {"latest": [3, 5], "best": [3, 4, 5], "milestone": [3, 4, 5]}
+    assert said in (0, 6)  # rank 0 deletes, and says so
 
 
 def test_checkpoints_of_another_run_are_not_published(tmp_path):
