@@ -65,7 +65,7 @@ from sealed import (
     write_tensors,
     write_text,
 )
-from uploads import ROTATED, SLACK, Uploads, by_serial, published
+from uploads import ROTATED, SLACK, Uploads, by_serial, fetch, owner_on_hub, published, serial
 
 __all__ = [  # what other files use, this file's and sealed.py's
     "CheckpointError", "Checkpoints", "check_shared_folder", "export", "read_export", "read_model",
@@ -172,7 +172,7 @@ class Checkpoints:
                 f"--resume=never: a new run begins in {self.folder}; checkpoints of {earlier} stay untouched"
             )
         if not owner and not run_id and self.resume != "never" and self.publisher is not None:
-            owner = self._owner_on_hub()
+            owner = owner_on_hub(self.publisher, self._stem(), self.log)
         self.run_id = owner or run_id or self._new_id()
         if not RUN_ID.fullmatch(self.run_id):
             raise CheckpointError(f"run id {self.run_id!r}: use letters, digits, '.', '_' and '-'")
@@ -185,7 +185,7 @@ class Checkpoints:
             if name in ("run.json.tmp", "published.json.tmp"):
                 os.unlink(path)
             if NAME.search(name):  # also of damaged and of other runs': a serial number is never used twice
-                self.serial = max(self.serial, int(NAME.search(name)[3]))
+                self.serial = max(self.serial, serial(name))
 
     def _owner(self, record: str) -> tuple[str | None, list[str]]:
         """(the run that the folder belongs to, or None; the runs that were there before it)."""
@@ -211,23 +211,6 @@ class Checkpoints:
 
     def _new_id(self) -> str:
         return f"{self._stem()}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
-
-    def _owner_on_hub(self) -> str | None:
-        """The youngest run on the Hub that had a folder of this name, or None."""
-        pattern = re.compile(re.escape(self._stem()) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
-        paths = self.publisher.list("")
-        if pickles := sorted(p for p in paths if p.endswith(".model.pt")):
-            self.log(
-                f"the Hub repo holds {len(pickles)} checkpoints of the first Nova script, e.g. {pickles[0]}: pickles are not "
-                "supported, and never fetched or touched"
-            )
-        runs = sorted(r for r in {path.split("/")[0] for path in paths} if pattern.fullmatch(r))
-        if runs:
-            self.log(
-                f"nothing local: going on with run {runs[-1]} of the Hub; --resume=never starts another"
-                + (f" (older ones there: {', '.join(runs[:-1])})" if runs[1:] else "")
-            )
-        return runs[-1] if runs else None
 
     def _unlock(self):
         if self.lock is not None:
@@ -466,20 +449,33 @@ class Checkpoints:
     # --- find and load ---
 
     def newest(self) -> str | None:
-        """The folder of the newest complete and intact checkpoint of this run, the same on all ranks: local, else from
-        the Hub. None where there is none at all; where there are only damaged ones, a CheckpointError."""
+        """The folder of the newest complete and intact checkpoint of this run, here or on the Hub, the same on all ranks.
+        None where there is none at all; where there are only damaged ones, a CheckpointError."""
         if self.resume == "never":
             return None
         damaged = []
-        names = by_serial(os.listdir(self.folder)) if self.agree.rank == 0 else []
-        for name in reversed(self.agree.broadcast(names)):
-            path = os.path.join(self.folder, name)
-            if self._usable(path, damaged):
-                return path
+        here = self.agree.broadcast(by_serial(os.listdir(self.folder)) if self.agree.rank == 0 else [])
+        there, silent = [], ""
         if self.publisher is not None:
-            path = patiently(lambda: self._fetch(damaged), self.agree)
+            there, silent = patiently(self._ask_hub, self.agree)
+        # Newest first, wherever it is: another machine may have gone on with this run. Of two alike, the one here.
+        found = [(serial(n), False, n) for n in there] + [(serial(n), True, n) for n in here]
+        for _, local, name in sorted(found, reverse=True):
+            path = os.path.join(self.folder, name)
+            if local:
+                path = path if self._usable(path, damaged) else None
+            else:
+                path = patiently(lambda name=name: self._fetch(name, damaged), self.agree)
             if path:
+                if silent:
+                    self.log(
+                        f"going on with what is here: the Hub could not be asked for a newer one: {silent}"
+                    )
                 return path
+        if silent:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} to go on with, and the Hub could not be asked for one: {silent}"
+            )
         damaged = self.agree.broadcast(damaged + self._set_aside_before() if self.agree.rank == 0 else [])
         if damaged:
             raise CheckpointError(
@@ -537,31 +533,33 @@ class Checkpoints:
         except OSError as e:
             self.log(f"{path} stays where it is: {e}")
 
-    def _fetch(self, damaged: list) -> str | None:
-        """Rank 0: the newest intact checkpoint of this run on the Hub, downloaded; its folder, or None."""
-        for name in reversed(published(self.publisher, self.run_id)):
-            self.serial = max(self.serial, int(NAME.fullmatch(name)[3]))
-            temporary = os.path.join(self.folder, f".tmp-{self.run_id}+{name}")
-            path = os.path.join(self.folder, name)
-            if os.path.exists(path):
-                self._set_aside(path)
-            self.log(f"downloading checkpoint {name} of run {self.run_id} from the Hub")
-            shutil.rmtree(temporary, ignore_errors=True)
-            try:
-                self.publisher.download(f"{self.run_id}/{name}", temporary)
-                manifest = verify(temporary)
-                if (manifest["run_id"], manifest["name"]) != (self.run_id, name):
-                    raise CheckpointError(
-                        f"{name} on the Hub is {manifest['name']} of run {manifest['run_id']}"
-                    )
-            except CheckpointError as e:
-                damaged.append(f"{name} (Hub)")
-                self.log(f"DAMAGED CHECKPOINT on the Hub, falling back to an older one: {e}")
-                shutil.rmtree(temporary, ignore_errors=True)
-                continue
-            os.rename(temporary, path)
-            sync(self.folder)
-            return path
+    def _ask_hub(self) -> tuple[list[str], str]:
+        """Rank 0: (names of the run's checkpoints on the Hub, ""), or ([], why it could not be asked)."""
+        try:
+            names = published(self.publisher, self.run_id)
+        except OSError as e:
+            return [], str(e)
+        self.serial = max([self.serial, *map(serial, names)])
+        return names, ""
+
+    def _fetch(self, name: str, damaged: list) -> str | None:
+        """Rank 0: a checkpoint of this run on the Hub, downloaded and intact; its folder, or None where it is damaged."""
+        path = os.path.join(self.folder, name)
+        if os.path.exists(path):
+            self._set_aside(path)
+        self.log(
+            f"downloading checkpoint {name} of run {self.run_id} from the Hub: nothing as new is intact here"
+        )
+        try:
+            return fetch(self.publisher, self.run_id, name, path)
+        except CheckpointError as e:
+            damaged.append(f"{name} (Hub)")
+            self.log(f"DAMAGED CHECKPOINT on the Hub, falling back to an older one: {e}")
+        except OSError as e:  # to go on behind it would train twice, and rotate it away there
+            raise CheckpointError(
+                f"{name} on the Hub is newer than what is intact in {self.folder}, and could not be downloaded: {e}. "
+                "The same command tries again; --publish=False goes on with what is here"
+            ) from None
         return None
 
     def load(self, path: str, shared: dict, own: dict) -> tuple[dict, bool]:

@@ -51,6 +51,7 @@ import plan
 import sample
 import schedule
 import selftest
+import uploads
 import watch
 
 # A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
@@ -206,12 +207,12 @@ def start_up(run: Run, launched: float) -> Run:
 def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
     """Take the run's folder; the saved state to go on from and its folder, or (None, None) for a fresh start."""
     s = run.settings
+    folder = os.path.join(s.out_dir, "checkpoints")
     if s.hf_model_repo and s.publish:
         import hub
 
         run.publisher = hub.Publisher(s.hf_model_repo, run.log, s.hub_patience)
-        run.agree.on_rank_0(run.publisher.check_write, "Hub")
-    folder = os.path.join(s.out_dir, "checkpoints")
+        run.agree.on_rank_0(lambda: uploads.check_write(run.publisher, folder, s.resume, run.log), "Hub")
     checkpoint.check_shared_folder(s.out_dir, run.agree)
     run.checkpoints = checkpoint.Checkpoints(
         folder, None, run.agree, s.ckpt_keep, run.log, None if s.drill else run.publisher, s.resume

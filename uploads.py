@@ -5,10 +5,12 @@ The client and its retries are in hub.py; the publisher is handed in.
 
 import json
 import os
+import re
+import shutil
 import threading
 import time
 
-from sealed import NAME, CheckpointError, read_manifest, to_json, write_text
+from sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
 
 ROTATED = ("latest", "best", "milestone")  # kinds of which the newest few are kept; `final` is never deleted
 SLACK = 2  # local checkpoints of a kind kept beyond `keep` while the Hub has none of them yet
@@ -16,13 +18,71 @@ SLACK = 2  # local checkpoints of a kind kept beyond `keep` while the Hub has no
 
 def by_serial(names) -> list[str]:
     """The names of checkpoints among `names`, oldest save first."""
-    return sorted((n for n in names if NAME.fullmatch(n)), key=lambda n: int(NAME.fullmatch(n)[3]))
+    return sorted((n for n in names if NAME.fullmatch(n)), key=serial)
+
+
+def serial(name: str) -> int:
+    """The number of the save in its run."""
+    return int(NAME.search(name)[3])
 
 
 def published(publisher, run_id: str) -> list[str]:
     """Names of the run's checkpoints on the Hub that have a manifest, oldest first."""
     found = publisher.list(run_id)
     return by_serial(path.split("/")[1] for path in found if path.endswith("/manifest.json"))
+
+
+def owner_on_hub(publisher, stem: str, log) -> str | None:
+    """The youngest run on the Hub that had a folder of this name, or None."""
+    paths = publisher.list("")
+    if pickles := sorted(p for p in paths if p.endswith(".model.pt")):
+        log(
+            f"the Hub repo holds {len(pickles)} checkpoints of the first Nova script, e.g. {pickles[0]}: pickles are not "
+            "supported, and never fetched or touched"
+        )
+    folders = {path.split("/")[0] for path in paths if path.endswith("/manifest.json")}
+    runs = sorted(m[0] for f in folders if (m := re.fullmatch(r"(\w+)-\d{8}-\d{6}-[0-9a-f]{4}", f)))
+    mine = [r for r in runs if r.rsplit("-", 3)[0] == stem]
+    if mine:
+        log(
+            f"nothing local: going on with run {mine[-1]} of the Hub; --resume=never starts another"
+            + (f" (older ones there: {', '.join(mine[:-1])})" if mine[1:] else "")
+        )
+    elif runs:  # another name of out_dir is all that parts this start from them
+        name = runs[-1].rsplit("-", 3)[0]
+        log(
+            f"a fresh start; the Hub repo also holds {'runs' if runs[1:] else 'run'} {', '.join(runs)}: to go on with one, "
+            f"give the out_dir that it had, such as --out_dir=…/{name}"
+        )
+    return mine[-1] if mine else None
+
+
+def fetch(publisher, run_id: str, name: str, path: str) -> str:
+    """Download a checkpoint of the run to `path`, where it appears once it is proven; CheckpointError where it is damaged."""
+    temporary = os.path.join(os.path.dirname(path), f".tmp-{run_id}+{name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        publisher.download(f"{run_id}/{name}", temporary)
+        manifest = verify(temporary)
+        if (manifest["run_id"], manifest["name"]) != (run_id, name):
+            raise CheckpointError(f"{name} on the Hub is {manifest['name']} of run {manifest['run_id']}")
+    except CheckpointError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    os.rename(temporary, path)
+    sync(os.path.dirname(path))
+    return path
+
+
+def check_write(publisher, folder: str, resume: str, log):
+    """Prove that the run may publish. A Hub that can't be reached stops no run that has checkpoints here: uploads wait."""
+    try:
+        publisher.check_write()
+    except OSError as e:
+        here = os.path.isdir(folder) and by_serial(os.listdir(folder))
+        if resume == "never" or not here or getattr(e, "final", True):
+            raise
+        log(f"{e}. Going on all the same; uploads are tried again as the run goes")
 
 
 class Uploads:

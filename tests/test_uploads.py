@@ -28,6 +28,7 @@ import checkpoint
 import schedule
 import uploads
 from checkpoint import CheckpointError
+from hub import HubError
 
 
 @pytest.fixture(autouse=True)
@@ -183,11 +184,12 @@ def full_disk_scenario(rank, world, folder, victim):
 @pytest.mark.parametrize("world, victim", [(1, 0), (2, 1)])
 def test_a_disk_filled_by_what_the_hub_refuses_is_freed(tmp_path, world, victim):
     """One save fails, on whichever rank; then the newest `keep` of each kind are left, and the next saves fit."""
-    for failures, names, said in run(full_disk_scenario, world=world, folder=str(tmp_path), victim=victim):
+    answers = run(full_disk_scenario, world=world, folder=str(tmp_path), victim=victim)
+    for failures, names, _ in answers:
         assert [f.split(":")[0] for f in failures] == ["step 4 (latest)"] and "No space left" in failures[0]
         steps = {kind: [int(n.split("-")[1]) for n in names if kind in n] for kind in uploads.ROTATED}
         assert steps == {"latest": [3, 5], "best": [3, 4, 5], "milestone": [3, 4, 5]}
-    assert said in (0, 6)  # rank 0 deletes, and says so
+    assert [said for _, _, said in answers] == [6, 0][:world], "what rank 0 deletes it says"
 
 
 def test_checkpoints_of_another_run_are_not_published(tmp_path):
@@ -314,6 +316,110 @@ def test_a_hub_that_does_not_answer_at_the_start_is_not_a_fresh_start(tmp_path):
         open_folder(tmp_path, publisher=Dead())
     c, _ = open_folder(tmp_path, publisher=Dead(), resume="never")
     assert c.newest() is None
+    c.close()
+
+
+@pytest.fixture(name="left_behind")
+def fixture_left_behind(tmp_path):
+    """(folder, hub): a machine's folder with save 1, which is on the Hub, where another machine went on to 2 and 3."""
+    hub, folders = MemoryHub(), [tmp_path / machine / "nova" / "checkpoints" for machine in "ab"]
+    for steps, folder in zip(((1,), (2, 3)), folders, strict=True):
+        c, _ = open_folder(folder, publisher=hub, keep=3)
+        c.newest()
+        for step in steps:
+            save(c, step)
+            idle(c)
+        c.close()
+    return folders[0], hub
+
+
+def step_of(path) -> int:
+    return int(os.path.basename(path).split("-")[1])
+
+
+@pytest.mark.parametrize("harmed, step", [((), 3), ((3,), 2), ((2, 3), 1)])
+def test_a_machine_that_comes_back_goes_on_from_what_another_has_published_since(left_behind, harmed, step):
+    """Else it trains the same steps again, and rotates the newer ones away. What is damaged there is passed over."""
+    folder, hub = left_behind
+    for key in [k for k in hub.files if any(f"step-0000000{n}" in k for n in harmed)]:
+        hub.files[key] = b"?" + hub.files[key][1:]
+    c, lines = open_folder(folder, publisher=hub, keep=3)
+    path = c.newest()
+    checkpoint.verify(path)
+    assert step_of(path) == step and sum("DAMAGED CHECKPOINT on the Hub" in line for line in lines) == len(
+        harmed
+    )
+    save(c, 9)
+    assert names_in(folder)[-1].endswith("-latest-0004"), "a number of the other machine was used twice"
+    c.close(timeout=10)
+
+
+def test_a_newer_one_that_cannot_be_downloaded_is_not_gone_behind(left_behind, monkeypatch):
+    folder, hub = left_behind
+    hub.failing = 1
+    c, _ = open_folder(folder, publisher=hub)
+    with pytest.raises(CheckpointError, match="0003 on the Hub is newer.*503 from the Hub.*--publish=False"):
+        c.newest()
+    c.close(timeout=10)
+
+
+def test_a_hub_that_does_not_answer_stops_no_run_that_has_a_checkpoint_here(left_behind, monkeypatch):
+    folder, hub = left_behind
+    c, lines = open_folder(folder, publisher=hub)
+
+    def dead(prefix=""):
+        raise OSError("no route to the Hub")
+
+    monkeypatch.setattr(hub, "list", dead)
+    path = c.newest()
+    assert step_of(path) == 1 and any("going on with what is here" in line for line in lines)
+    damage(path, random.Random(1))
+    with pytest.raises(CheckpointError, match="could not be asked for one: no route"):
+        c.newest()
+    c.close()
+
+
+def test_write_access_must_be_proven_unless_the_hub_is_silent_and_the_run_is_here(left_behind, tmp_path):
+    folder, lines = left_behind[0], []
+
+    class Silent(MemoryHub):
+        final = False
+
+        def check_write(self):
+            raise HubError("given up after 240 s", final=self.final)
+
+    publisher = Silent()
+    uploads.check_write(publisher, str(folder), "auto", lines.append)
+    assert "Going on all the same" in lines[0]
+    for where, resume, final in (
+        (tmp_path / "new", "auto", False),
+        (folder, "never", False),
+        (folder, "auto", True),
+    ):
+        publisher.final = final
+        with pytest.raises(HubError):
+            uploads.check_write(publisher, str(where), resume, lines.append)
+
+
+def test_the_newest_of_a_run_is_taken_from_the_hub_where_the_local_one_is_damaged(tmp_path):
+    """Not the one before it, which is intact here: what the Hub holds was trained, and paid."""
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path, publisher=hub)
+    for step in (1, 2):
+        save(c, step)
+        idle(c)
+    c.close()
+    damage(str(tmp_path / names_in(tmp_path)[1]), random.Random(1))
+    c, lines = open_folder(tmp_path, publisher=hub)
+    assert step_of(c.newest()) == 2 and any("downloading" in line for line in lines)
+    c.close()
+
+
+def test_a_fresh_start_says_which_other_runs_the_hub_holds(left_behind, tmp_path):
+    """On an empty disk, another name of out_dir is all that parts it from going on."""
+    c, lines = open_folder(tmp_path / "c" / "other" / "checkpoints", publisher=left_behind[1])
+    said = next(line for line in lines if "a fresh start" in line)
+    assert "also holds run nova-2" in said and said.endswith("--out_dir=…/nova") and c.newest() is None
     c.close()
 
 
