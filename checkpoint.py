@@ -31,6 +31,7 @@ import secrets
 import shutil
 import threading
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -65,40 +66,15 @@ from sealed import (
     write_tensors,
     write_text,
 )
-from uploads import ROTATED, SLACK, Uploads, by_serial, fetch, owner_on_hub, published, serial
+from uploads import ROTATED, SLACK, Uploads, by_serial, fetch, owner_on_hub, patiently, published, serial
 
 __all__ = [  # what other files use, this file's and sealed.py's
     "CheckpointError", "Checkpoints", "check_shared_folder", "export", "read_export", "read_model",
     "read_state", "verify",
 ]  # fmt: skip
 KINDS = (*ROTATED, "final")
-PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 NO_SPACE = re.compile(rf"Errno ({errno.ENOSPC}|{errno.EDQUOT})\b")  # in the words of whichever rank met it
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def patiently(function, agree):
-    """Rank 0 runs `function` in a thread, the others hear every few seconds that it still does; its value, everywhere.
-
-    A download may take longer than any collective or stage is allowed to."""
-    box = {}
-
-    def work():
-        try:
-            box["value"] = function()
-        except Exception as e:
-            box["error"] = e
-
-    thread = threading.Thread(target=work, daemon=True)
-    if agree.rank == 0:
-        thread.start()
-        thread.join(1.0)
-    while agree.broadcast(thread.is_alive()):
-        agree.busy(PATIENCE)
-        if agree.rank == 0:
-            thread.join(5.0)
-    agree.verdict(box.get("error"), "checkpoint")
-    return agree.broadcast(box.get("value", False))
 
 
 # --- the run's checkpoints -----------------------------------------------------------------------------------------
@@ -436,12 +412,18 @@ class Checkpoints:
         if self.uploads is not None:
             self.uploads.put(prefix, f"folder {prefix}", os.path.abspath(folder), prefix)
 
-    def close(self, timeout: float = 0.0) -> list[str]:
-        """Finish the local save, give uploads `timeout` seconds, release the folder. Names that are not on the Hub."""
+    def close(self, timeout: float = 0.0, stop=lambda: False) -> list[str]:
+        """Finish the local save, give uploads `timeout` seconds or until stop() on any rank, release the folder.
+        Names that are not on the Hub."""
         self.wait_local()
-        left = patiently(lambda: self.uploads.close(timeout) if self.uploads else [], self.agree)
+        stopped = threading.Event()
+        upload = partial(self.uploads.close, timeout, stopped.is_set) if self.uploads else list
+        left = patiently(upload, self.agree, stop, stopped)
         if left:
-            self.log(f"NOT on the Hub: {', '.join(left)}; they stay in {self.folder}")
+            where = os.path.dirname(self.folder)
+            self.log(
+                f"NOT on the Hub: {', '.join(left)}; they stay in {where}, and the same command publishes them later"
+            )
         self._unlock()
         dist.destroy_process_group(self.group)
         return left

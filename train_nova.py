@@ -106,7 +106,8 @@ def train(settings: Settings) -> dict:
         stop = loop(run, settings.stop_at)
     if stop:
         save(run, "latest", wait=True)
-        run.checkpoints.close(timeout=upload_patience(run, stop, time.monotonic()))
+        patience = upload_patience(run, stop, time.monotonic())  # a first signal ends it at once
+        run.checkpoints.close(patience, lambda: run.agree.signals.name not in (None, stop))
         run.metrics.close()
         raise startup.Stopped(
             stop, f"stopped by {stop} after step {run.step}, saved: the same command goes on"
@@ -312,7 +313,7 @@ def published(run: Run, seconds: float = UPLOAD_SECONDS) -> dict:
     """Wait so long for the uploads, of an earlier launch too. -> facts for status.json"""
     folder = os.path.join(run.settings.out_dir, "export")
     run.checkpoints.publish(folder, "")
-    left = run.checkpoints.close(timeout=seconds)
+    left = run.checkpoints.close(seconds, lambda: run.agree.signals.name is not None)
     run.metrics.close()
     return {"step": run.step, "saved": run.step, "export": folder, "unpublished": left}
 

@@ -13,6 +13,7 @@ import time
 from sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
 
 ROTATED = ("latest", "best", "milestone")  # kinds of which the newest few are kept; `final` is never deleted
+PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 SLACK = 2  # local checkpoints of a kind kept beyond `keep` while the Hub has none of them yet
 
 
@@ -30,6 +31,33 @@ def published(publisher, run_id: str) -> list[str]:
     """Names of the run's checkpoints on the Hub that have a manifest, oldest first."""
     found = publisher.list(run_id)
     return by_serial(path.split("/")[1] for path in found if path.endswith("/manifest.json"))
+
+
+def patiently(function, agree, stop=lambda: False, stopped=None):
+    """Rank 0 runs `function` in a thread, the others hear every second that it still does; its value, everywhere.
+
+    A download may take longer than any collective or stage is allowed to. Once stop() is true on any rank, the Event
+    `stopped` is set, by which `function` knows that it should end: so all ranks leave together."""
+    box = {}
+
+    def work():
+        try:
+            box["value"] = function()
+        except Exception as e:
+            box["error"] = e
+
+    thread = threading.Thread(target=work, daemon=True)
+    if agree.rank == 0:
+        thread.start()
+        thread.join(1.0)
+    while agree.broadcast(thread.is_alive()):
+        agree.busy(PATIENCE)
+        if any(agree.gather(bool(stop()))) and stopped:
+            stopped.set()
+        if agree.rank == 0:
+            thread.join(1.0)
+    agree.verdict(box.get("error"), "checkpoint")
+    return agree.broadcast(box.get("value", False))
 
 
 def owner_on_hub(publisher, stem: str, log) -> str | None:
@@ -85,6 +113,11 @@ def check_write(publisher, folder: str, resume: str, log):
         log(f"{e}. Going on all the same; uploads are tried again as the run goes")
 
 
+def shown(prefix: str) -> str:
+    """What a person calls it: an export lies at the root of the repo."""
+    return prefix or "export"
+
+
 class Uploads:
     """Rank 0's queue to the Hub: a thread that uploads finished folders one at a time, behind the run.
 
@@ -106,6 +139,7 @@ class Uploads:
         # {remote prefix: (folder, kind)}, first come first served
         self.pending: dict[str, tuple[str, str]] = {}
         self.active, self.known, self.failures, self.deadline = None, None, 0, None
+        self.refused: set[str] = set()  # prefixes whose last attempt met a "no" that waiting does not change
         self.seconds: float | None = None  # that the latest checkpoint took to get there
         self.changed, self.thread = threading.Condition(), None
         for name in by_serial(os.listdir(folder)):  # what an earlier launch did not get done
@@ -163,13 +197,21 @@ class Uploads:
                         self.pending.pop(prefix, None)
                         continue
                     self.failures += 1
-                    self.log(f"UPLOAD FAILED, number {self.failures}: {prefix}: {type(e).__name__}: {e}")
+                    self.log(
+                        f"UPLOAD FAILED, number {self.failures}: {shown(prefix)}: {type(e).__name__}: {e}"
+                    )
                     self.pending.pop(prefix, None)
                     # Behind the others; not at all if a newer one of its kind waits.
                     if kind in ("milestone", "final") or kind not in [k for _, k in self.pending.values()]:
                         self.pending[prefix] = folder, kind
-                    if self.deadline is not None and time.monotonic() > self.deadline:
-                        return
+                    final = getattr(e, "final", False)
+                    (self.refused.add if final else self.refused.discard)(prefix)
+                    if self.deadline is not None:
+                        if time.monotonic() > self.deadline or self.refused.issuperset(self.pending):
+                            self.changed.notify_all()
+                            return
+                        if final:
+                            continue  # the others have their turn at once: what is refused too ends the wait
                     left = pause if self.deadline is None else self.deadline - time.monotonic()
                     self.changed.wait(max(0.0, min(pause, left)))
                     pause = min(2 * pause, self.RETRY[1])
@@ -206,7 +248,7 @@ class Uploads:
                     f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
                 )
         seconds = time.monotonic() - began
-        self.log(f"{prefix} is on the Hub, verified ({seconds:.0f} s)")
+        self.log(f"{shown(prefix)} is on the Hub, verified ({seconds:.0f} s)")
         if prefix.startswith(f"{self.run_id}/"):
             self.seconds = seconds
         if kind in ROTATED:
@@ -218,12 +260,17 @@ class Uploads:
                     self.log(f"{stale} could not be deleted on the Hub: {e}")
         return receipt
 
-    def close(self, timeout: float) -> list[str]:
-        """Give the queue `timeout` seconds; what is not on the Hub then."""
+    def close(self, timeout: float, stop=lambda: False) -> list[str]:
+        """Give the queue `timeout` seconds, fewer once stop() is true or a whole pass was refused; what is not on the Hub."""
         end = time.monotonic() + timeout
         with self.changed:
             self.deadline = end
+            self.refused.clear()  # a "no" of hours ago may be a "yes" now: each has one more attempt
+            checkpoints = by_serial(p.rpartition("/")[2] for p in self.pending)
+            if checkpoints:  # the newest goes first: what the next machine goes on from
+                newest = f"{self.run_id}/{checkpoints[-1]}"
+                self.pending = {newest: self.pending[newest], **self.pending}
             self.changed.notify_all()
-            while self.pending and (left := end - time.monotonic()) > 0 and self.thread.is_alive():
-                self.changed.wait(left)
-            return list(self.pending)
+            while self.pending and time.monotonic() < end and self.thread.is_alive() and not stop():
+                self.changed.wait(max(0.0, min(1.0, end - time.monotonic())))
+            return list(map(shown, self.pending))

@@ -36,6 +36,7 @@ from workers import Rank, run
 
 import checkpoint
 import settings
+import uploads
 from checkpoint import CheckpointError
 
 # --- what is saved is loaded ---------------------------------------------------------------------------------------
@@ -449,7 +450,7 @@ def test_a_long_transfer_says_that_it_goes_on():
     agree, said = Rank(), []
     agree.busy = said.append
     assert checkpoint.patiently(lambda: time.sleep(1.2) or "path", agree) == "path"
-    assert said == [checkpoint.PATIENCE]
+    assert said == [uploads.PATIENCE]
 
 
 # --- weights -------------------------------------------------------------------------------------------------------

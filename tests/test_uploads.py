@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoint_tools import (  # noqa: F401 (one_rank_group: a fixture)
     MemoryHub,
@@ -118,7 +119,7 @@ def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(t
     hub.gate.set()
     assert c.close(timeout=10) == []
     sent = [int(call.split("step-")[1].split("-")[0]) for call in hub.calls if call.startswith("upload")]
-    assert sent == [1, 4, 5, 9]
+    assert sorted(sent) == [1, 4, 5, 9]
 
 
 def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(tmp_path):
@@ -435,6 +436,86 @@ def test_an_export_is_published_beside_its_report(tmp_path):
     assert {k for k in hub.files if k.startswith("export/")} == {
         f"export/{n}" for n in ("model.safetensors", "config.json", "manifest.json", "report.json")
     }
+
+
+def test_the_newest_goes_first_when_time_is_short(tmp_path):
+    """It is what the next machine goes on from; a milestone that was saved before it can wait for the next launch."""
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path, publisher=hub)
+    hub.gate.clear()
+    save(c, 1, 2, 3, kind="milestone")
+    save(c, 4)
+    c.publish(str(tmp_path), "export")
+    until(lambda: hub.calls)  # the first is on its way
+    c.uploads.close(timeout=0)
+    hub.gate.set()
+    until(lambda: len(hub.calls) == 5)
+    assert [call.rpartition("/")[2] for call in hub.calls][:2] == [
+        names_in(tmp_path)[0],
+        names_in(tmp_path)[3],
+    ]
+    c.close(timeout=10)
+
+
+class Refusing(MemoryHub):
+    """Says no for good to whatever is `refused`, and 503 to the first `failing` of the others."""
+
+    refused = "step-"
+
+    def upload(self, folder, prefix):
+        if self.refused in prefix or not prefix:
+            self.calls.append(f"upload {prefix}")
+            raise HubError("status 403: storage quota exceeded", final=True)
+        return super().upload(folder, prefix)
+
+
+def test_the_end_does_not_wait_for_a_hub_that_refuses_everything(tmp_path, monkeypatch):
+    """Hours of eight GPUs: each upload has one more attempt, without the pauses between launches' retries."""
+    hub = Refusing()
+    c, lines = open_folder(tmp_path / "checkpoints", publisher=hub)
+    save(c, 1, kind="milestone")
+    until(lambda: c.uploads.failures)
+    monkeypatch.setattr(uploads.Uploads, "RETRY", (60.0, 900.0))
+    save(c, 2, kind="final")
+    checkpoint.export(str(tmp_path / "export"), {"a": torch.zeros(2)}, {"d": 1}, c.agree)
+    c.publish(str(tmp_path / "export"), "")
+    began, tried = time.monotonic(), len(hub.calls)
+    left = c.close(timeout=100)
+    assert time.monotonic() - began < 20 and len(hub.calls) - tried <= 5
+    assert [p.rpartition("/")[2] for p in sorted(left)] == ["export", *names_in(tmp_path / "checkpoints")]
+    said = next(line for line in lines if "NOT on the Hub: " in line)
+    assert "export" in said and "the same command publishes them later" in said and ", ," not in said
+    assert any("UPLOAD FAILED" in line and ": export: " in line for line in lines)
+
+
+def test_a_refusal_of_one_does_not_give_up_the_others(tmp_path):
+    hub = Refusing()
+    hub.refused, hub.failing = "milestone", 3
+    c, _ = open_folder(tmp_path, publisher=hub)
+    save(c, 1, kind="milestone")
+    save(c, 2)
+    save(c, 3, kind="final")
+    assert [p.rpartition("/")[2] for p in c.close(timeout=20)] == names_in(tmp_path)[:1]
+    assert len(on_hub(hub, c.run_id)) == 2
+
+
+def stopped_wait_scenario(rank, world, folder):
+    """A Hub that hangs; the last rank alone has a signal after a second. (what is left, seconds until it left)"""
+    hub = MemoryHub()
+    c, _ = open_folder(folder, rank, world, publisher=hub)
+    hub.gate.clear()
+    c.save(1, "latest", *state_for(rank, world, seed=1), {"step": 1}, wait=True)
+    began = time.monotonic()
+    left = c.close(40, stop=lambda: rank == world - 1 and time.monotonic() > began + 1)
+    seconds = time.monotonic() - began
+    hub.gate.set()
+    return len(left), seconds
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_on_any_rank_ends_the_wait_on_all(tmp_path, world):
+    for left, seconds in run(stopped_wait_scenario, world=world, folder=str(tmp_path)):
+        assert left == 1 and 1 < seconds < 15
 
 
 def two_ranks_scenario(rank, world, folder):
