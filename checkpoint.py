@@ -31,6 +31,7 @@ import secrets
 import shutil
 import threading
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -65,39 +66,15 @@ from sealed import (
     write_tensors,
     write_text,
 )
-from uploads import ROTATED, Uploads, by_serial, published
+from uploads import ROTATED, SLACK, Uploads, by_serial, fetch, owner_on_hub, patiently, published, serial
 
 __all__ = [  # what other files use, this file's and sealed.py's
     "CheckpointError", "Checkpoints", "check_shared_folder", "export", "read_export", "read_model",
     "read_state", "verify",
 ]  # fmt: skip
 KINDS = (*ROTATED, "final")
-PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
+NO_SPACE = re.compile(rf"Errno ({errno.ENOSPC}|{errno.EDQUOT})\b")  # in the words of whichever rank met it
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def patiently(function, agree):
-    """Rank 0 runs `function` in a thread, the others hear every few seconds that it still does; its value, everywhere.
-
-    A download may take longer than any collective or stage is allowed to."""
-    box = {}
-
-    def work():
-        try:
-            box["value"] = function()
-        except Exception as e:
-            box["error"] = e
-
-    thread = threading.Thread(target=work, daemon=True)
-    if agree.rank == 0:
-        thread.start()
-        thread.join(1.0)
-    while agree.broadcast(thread.is_alive()):
-        agree.busy(PATIENCE)
-        if agree.rank == 0:
-            thread.join(5.0)
-    agree.verdict(box.get("error"), "checkpoint")
-    return agree.broadcast(box.get("value", False))
 
 
 # --- the run's checkpoints -----------------------------------------------------------------------------------------
@@ -171,7 +148,7 @@ class Checkpoints:
                 f"--resume=never: a new run begins in {self.folder}; checkpoints of {earlier} stay untouched"
             )
         if not owner and not run_id and self.resume != "never" and self.publisher is not None:
-            owner = self._owner_on_hub()
+            owner = owner_on_hub(self.publisher, self._stem(), self.log)
         self.run_id = owner or run_id or self._new_id()
         if not RUN_ID.fullmatch(self.run_id):
             raise CheckpointError(f"run id {self.run_id!r}: use letters, digits, '.', '_' and '-'")
@@ -184,7 +161,7 @@ class Checkpoints:
             if name in ("run.json.tmp", "published.json.tmp"):
                 os.unlink(path)
             if NAME.search(name):  # also of damaged and of other runs': a serial number is never used twice
-                self.serial = max(self.serial, int(NAME.search(name)[3]))
+                self.serial = max(self.serial, serial(name))
 
     def _owner(self, record: str) -> tuple[str | None, list[str]]:
         """(the run that the folder belongs to, or None; the runs that were there before it)."""
@@ -211,23 +188,6 @@ class Checkpoints:
     def _new_id(self) -> str:
         return f"{self._stem()}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
-    def _owner_on_hub(self) -> str | None:
-        """The youngest run on the Hub that had a folder of this name, or None."""
-        pattern = re.compile(re.escape(self._stem()) + r"-\d{8}-\d{6}-[0-9a-f]{4}")
-        paths = self.publisher.list("")
-        if pickles := sorted(p for p in paths if p.endswith(".model.pt")):
-            self.log(
-                f"the Hub repo holds {len(pickles)} checkpoints of the first Nova script, e.g. {pickles[0]}: pickles are not "
-                "supported, and never fetched or touched"
-            )
-        runs = sorted(r for r in {path.split("/")[0] for path in paths} if pattern.fullmatch(r))
-        if runs:
-            self.log(
-                f"nothing local: going on with run {runs[-1]} of the Hub; --resume=never starts another"
-                + (f" (older ones there: {', '.join(runs[:-1])})" if runs[1:] else "")
-            )
-        return runs[-1] if runs else None
-
     def _unlock(self):
         if self.lock is not None:
             self.lock.close()  # which releases it, as the end of the process does
@@ -245,10 +205,13 @@ class Checkpoints:
                 found[name] = manifest
         return found
 
-    def held(self) -> int:
-        """Bytes of this run's checkpoints here. Rotation puts new ones in their place."""
+    def room(self, size: float) -> int:
+        """Bytes that checkpoints of `size` bytes may still take here: those of each kind that rotation keeps, a final one
+        and one in flight, less those that are here. Never under two: a save must fit before rotation makes room."""
+        most = len(ROTATED) * (self.keep + (SLACK if self.publisher is not None else 0)) + 2
         mine = (m for m in self._manifests().values() if m["run_id"] == self.run_id)
-        return sum(entry["size"] for m in mine for entry in m["files"].values())
+        held = sum(entry["size"] for m in mine for entry in m["files"].values())
+        return int(max(2 * size, most * size - held))
 
     # --- save ---
 
@@ -380,9 +343,14 @@ class Checkpoints:
             dcp.save(shared, storage_writer=writer, process_group=self.group)
             files = together(write_own)
             size = together(finish, only_rank_0=True)[0]
-        except (CheckpointError, CheckpointException):
+        except (CheckpointError, CheckpointException) as e:
             if rank == 0:  # all ranks have stopped writing
                 shutil.rmtree(temporary, ignore_errors=True)
+                if NO_SPACE.search(
+                    str(e)
+                ):  # what waits for the Hub would keep every later save from succeeding
+                    for kind in ROTATED:
+                        self._rotate(kind, full=True)
             raise
         if rank == 0:
             self._rotate(flight.kind)
@@ -391,8 +359,9 @@ class Checkpoints:
             step=flight.step, kind=flight.kind, name=flight.name, bytes=size, seconds=seconds, pause=pause
         )
 
-    def _rotate(self, kind: str):
-        """Rank 0: delete this run's oldest checkpoints of a kind. What it can't delete it only logs."""
+    def _rotate(self, kind: str, full: bool = False):
+        """Rank 0: delete this run's oldest checkpoints of a kind; on a `full` disk also those that the Hub has not got.
+        What it can't delete it only logs."""
         try:
             mine = [
                 n for n, m in self._manifests().items() if (m["run_id"], m["kind"]) == (self.run_id, kind)
@@ -400,7 +369,9 @@ class Checkpoints:
             if kind not in ROTATED:
                 return
             for i, name in enumerate(mine[: -self.keep]):
-                if self.uploads is None or self.uploads.may_delete(name, mine[i:], self.keep):
+                if full:
+                    self.log(f"deleting {name} to make room, on the Hub or not: the disk is full")
+                if full or self.uploads is None or self.uploads.may_delete(name, mine[i:], self.keep):
                     doomed = os.path.join(self.folder, f".tmp-{self.run_id}+deleting-{name}")
                     os.rename(os.path.join(self.folder, name), doomed)  # a half-deleted checkpoint is not one
                     shutil.rmtree(doomed)
@@ -428,7 +399,7 @@ class Checkpoints:
             self.failures.append(f"step {flight.step} ({flight.kind}): {flight.error}")
             self.log(
                 f"CHECKPOINT FAILED, number {len(self.failures)} of this launch: {self.failures[-1]}. "
-                "Training goes on; earlier checkpoints are as they were"
+                "Training goes on; the newest earlier checkpoints are as they were"
             )
             return
         self.parent = f"{self.run_id}/{flight.name}"
@@ -441,12 +412,18 @@ class Checkpoints:
         if self.uploads is not None:
             self.uploads.put(prefix, f"folder {prefix}", os.path.abspath(folder), prefix)
 
-    def close(self, timeout: float = 0.0) -> list[str]:
-        """Finish the local save, give uploads `timeout` seconds, release the folder. Names that are not on the Hub."""
+    def close(self, timeout: float = 0.0, stop=lambda: False) -> list[str]:
+        """Finish the local save, give uploads `timeout` seconds or until stop() on any rank, release the folder.
+        Names that are not on the Hub."""
         self.wait_local()
-        left = patiently(lambda: self.uploads.close(timeout) if self.uploads else [], self.agree)
+        stopped = threading.Event()
+        upload = partial(self.uploads.close, timeout, stopped.is_set) if self.uploads else list
+        left = patiently(upload, self.agree, stop, stopped)
         if left:
-            self.log(f"NOT on the Hub: {', '.join(left)}; they stay in {self.folder}")
+            where = os.path.dirname(self.folder)
+            self.log(
+                f"NOT on the Hub: {', '.join(left)}; they stay in {where}, and the same command publishes them later"
+            )
         self._unlock()
         dist.destroy_process_group(self.group)
         return left
@@ -454,20 +431,33 @@ class Checkpoints:
     # --- find and load ---
 
     def newest(self) -> str | None:
-        """The folder of the newest complete and intact checkpoint of this run, the same on all ranks: local, else from
-        the Hub. None where there is none at all; where there are only damaged ones, a CheckpointError."""
+        """The folder of the newest complete and intact checkpoint of this run, here or on the Hub, the same on all ranks.
+        None where there is none at all; where there are only damaged ones, a CheckpointError."""
         if self.resume == "never":
             return None
         damaged = []
-        names = by_serial(os.listdir(self.folder)) if self.agree.rank == 0 else []
-        for name in reversed(self.agree.broadcast(names)):
-            path = os.path.join(self.folder, name)
-            if self._usable(path, damaged):
-                return path
+        here = self.agree.broadcast(by_serial(os.listdir(self.folder)) if self.agree.rank == 0 else [])
+        there, silent = [], ""
         if self.publisher is not None:
-            path = patiently(lambda: self._fetch(damaged), self.agree)
+            there, silent = patiently(self._ask_hub, self.agree)
+        # Newest first, wherever it is: another machine may have gone on with this run. Of two alike, the one here.
+        found = [(serial(n), False, n) for n in there] + [(serial(n), True, n) for n in here]
+        for _, local, name in sorted(found, reverse=True):
+            path = os.path.join(self.folder, name)
+            if local:
+                path = path if self._usable(path, damaged) else None
+            else:
+                path = patiently(lambda name=name: self._fetch(name, damaged), self.agree)
             if path:
+                if silent:
+                    self.log(
+                        f"going on with what is here: the Hub could not be asked for a newer one: {silent}"
+                    )
                 return path
+        if silent:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} to go on with, and the Hub could not be asked for one: {silent}"
+            )
         damaged = self.agree.broadcast(damaged + self._set_aside_before() if self.agree.rank == 0 else [])
         if damaged:
             raise CheckpointError(
@@ -525,31 +515,33 @@ class Checkpoints:
         except OSError as e:
             self.log(f"{path} stays where it is: {e}")
 
-    def _fetch(self, damaged: list) -> str | None:
-        """Rank 0: the newest intact checkpoint of this run on the Hub, downloaded; its folder, or None."""
-        for name in reversed(published(self.publisher, self.run_id)):
-            self.serial = max(self.serial, int(NAME.fullmatch(name)[3]))
-            temporary = os.path.join(self.folder, f".tmp-{self.run_id}+{name}")
-            path = os.path.join(self.folder, name)
-            if os.path.exists(path):
-                self._set_aside(path)
-            self.log(f"downloading checkpoint {name} of run {self.run_id} from the Hub")
-            shutil.rmtree(temporary, ignore_errors=True)
-            try:
-                self.publisher.download(f"{self.run_id}/{name}", temporary)
-                manifest = verify(temporary)
-                if (manifest["run_id"], manifest["name"]) != (self.run_id, name):
-                    raise CheckpointError(
-                        f"{name} on the Hub is {manifest['name']} of run {manifest['run_id']}"
-                    )
-            except CheckpointError as e:
-                damaged.append(f"{name} (Hub)")
-                self.log(f"DAMAGED CHECKPOINT on the Hub, falling back to an older one: {e}")
-                shutil.rmtree(temporary, ignore_errors=True)
-                continue
-            os.rename(temporary, path)
-            sync(self.folder)
-            return path
+    def _ask_hub(self) -> tuple[list[str], str]:
+        """Rank 0: (names of the run's checkpoints on the Hub, ""), or ([], why it could not be asked)."""
+        try:
+            names = published(self.publisher, self.run_id)
+        except OSError as e:
+            return [], str(e)
+        self.serial = max([self.serial, *map(serial, names)])
+        return names, ""
+
+    def _fetch(self, name: str, damaged: list) -> str | None:
+        """Rank 0: a checkpoint of this run on the Hub, downloaded and intact; its folder, or None where it is damaged."""
+        path = os.path.join(self.folder, name)
+        if os.path.exists(path):
+            self._set_aside(path)
+        self.log(
+            f"downloading checkpoint {name} of run {self.run_id} from the Hub: nothing as new is intact here"
+        )
+        try:
+            return fetch(self.publisher, self.run_id, name, path)
+        except CheckpointError as e:
+            damaged.append(f"{name} (Hub)")
+            self.log(f"DAMAGED CHECKPOINT on the Hub, falling back to an older one: {e}")
+        except OSError as e:  # to go on behind it would train twice, and rotate it away there
+            raise CheckpointError(
+                f"{name} on the Hub is newer than what is intact in {self.folder}, and could not be downloaded: {e}. "
+                "The same command tries again; --publish=False goes on with what is here"
+            ) from None
         return None
 
     def load(self, path: str, shared: dict, own: dict) -> tuple[dict, bool]:

@@ -1,12 +1,14 @@
 """The drill (`--drill`): the run's whole cycle once, on its machine and with its settings, in a folder of its own.
 
-Steps, evaluation, save, load in place, the same next losses, export, a trial upload, each timed; nothing stays on the Hub.
+Steps, evaluation, save, load in place, the same next losses, export, a trial upload, each timed; nothing stays on the Hub,
+and of a drill that passed neither checkpoints nor export on the disk.
 A later run in the folder above takes the times for its budget (`drilled`). The loop and its helpers are handed in:
 train_nova.py knows this file, not the reverse.
 """
 
 import json
 import os
+import shutil
 import time
 
 import checkpoint
@@ -37,6 +39,8 @@ def drill(run, loop, evaluate, save, resume, export) -> dict:
     evaluate(run, s.eval_rows)
     took("evaluation")
     save(run, "latest", wait=True)
+    if run.checkpoints.failures:
+        raise startup.StartupError(f"drill: the save failed: {run.checkpoints.failures[-1]}")
     took("save")
     train(STEPS + 2)
     before = list(run.metrics.losses)[-2:]
@@ -62,9 +66,19 @@ def drill(run, loop, evaluate, save, resume, export) -> dict:
         seconds["upload of a checkpoint"] = run.receipts[-1]["bytes"] / rate
     for part, value in seconds.items():
         run.log(f"drill: {part:24} {value:8.2f} s")
+    clear(run)
     how = "to the bit" if exact else "to rounding"
     run.log(f"drill passed: the two losses after a reload are those before it, {how}: {before}")
     return {"step": run.step, "drill": {k: round(v, 3) for k, v in seconds.items()}}
+
+
+def clear(run):
+    """Free the disk for the real run; status.json and the metrics stay. A drill that failed keeps all, to be looked at."""
+    folders = [run.checkpoints.folder, os.path.join(run.settings.out_dir, "export")]
+    if run.agree.rank == 0:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    run.log(f"drill: deleted its {' and '.join(map(os.path.basename, folders))} in {run.settings.out_dir}")
 
 
 def drilled(out_dir: str) -> dict:

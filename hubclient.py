@@ -193,9 +193,11 @@ class Remote:
                 raise HubError(f"{self.repo}: {what}: {problem}", True, self.users_fault) from None
             pause = max(wait * random.uniform(0.5, 1.0), asked or 0.0)
             if pause >= patience.left:
-                asks = f"; the Hub asks to wait {asked:.0f} s" if asked else ""
-                end = f"; given up after {patience.seconds:.0f} s without progress"
-                raise HubError(f"{self.repo}: {what}: {problem}{asks}{end}") from None
+                end = f"given up after {patience.seconds:.0f} s without progress"
+                if asked and asked >= patience.left:
+                    limit = f"the {max(0, patience.left):.0f} s left of hub_patience={self.patience:g}"
+                    end = f"the Hub asks to wait {asked:.0f} s, longer than {limit}: start later, or raise hub_patience"
+                raise HubError(f"{self.repo}: {what}: {problem}; {end}") from None
             self.log(scrub(f"[hub] {self.repo}: {what}: {problem}; again in {pause:.1f} s"))
             time.sleep(pause)
             wait = min(MAX_WAIT, wait * 2)

@@ -226,7 +226,8 @@ def check_storage(agree, out_dir: str, need: int, log=print):
             text = (
                 f"{out_dir} has {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB are needed for its checkpoints"
             )
-            problem = StartupError(f"{text}: set --out_dir to a larger disk, or lower ckpt_keep")
+            cure = "set --out_dir to a larger disk, lower ckpt_keep, or delete old checkpoints there"
+            problem = StartupError(f"{text}: {cure}")
         elif agree.rank == 0:
             log(f"storage: {out_dir} read back, {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB needed")
     except OSError as e:

@@ -50,6 +50,7 @@ import plan
 import sample
 import schedule
 import selftest
+import uploads
 import watch
 
 # A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
@@ -105,7 +106,8 @@ def train(settings: Settings) -> dict:
         stop = loop(run, settings.stop_at)
     if stop:
         save(run, "latest", wait=True)
-        run.checkpoints.close(timeout=upload_patience(run, stop, time.monotonic()))
+        patience = upload_patience(run, stop, time.monotonic())  # a first signal ends it at once
+        run.checkpoints.close(patience, lambda: run.agree.signals.name not in (None, stop))
         run.metrics.close()
         saved = agree.info["saved"]
         how = (
@@ -184,11 +186,9 @@ def start_up(run: Run, launched: float) -> Run:
         planned = run.planned = plan_of(run)
         for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
             log(line)
-        # latest, best, milestone; final and one in flight; what a run that goes on has there already counts
-        room = (
-            planned.files["checkpoint"] * (3 * s.ckpt_keep + 2) + planned.files["weights"] if planned else 0
-        )
-        selftest.check_storage(agree, s.out_dir, max(0, int(room) - run.checkpoints.held()), log)
+        files = planned.files if planned else {"checkpoint": 0, "weights": 0}
+        room = run.checkpoints.room(files["checkpoint"]) + int(files["weights"])
+        selftest.check_storage(agree, s.out_dir, room, log)
     with agree.stage("model"), watch.explained_memory(run):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
@@ -214,12 +214,12 @@ def start_up(run: Run, launched: float) -> Run:
 def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
     """Take the run's folder; the saved state to go on from and its folder, or (None, None) for a fresh start."""
     s = run.settings
+    folder = os.path.join(s.out_dir, "checkpoints")
     if s.hf_model_repo and s.publish:
         import hub
 
         run.publisher = hub.Publisher(s.hf_model_repo, run.log, s.hub_patience)
-        run.agree.on_rank_0(run.publisher.check_write, "Hub")
-    folder = os.path.join(s.out_dir, "checkpoints")
+        run.agree.on_rank_0(lambda: uploads.check_write(run.publisher, folder, s.resume, run.log), "Hub")
     checkpoint.check_shared_folder(s.out_dir, run.agree)
     run.checkpoints = checkpoint.Checkpoints(
         folder, None, run.agree, s.ckpt_keep, run.log, None if s.drill else run.publisher, s.resume
@@ -314,7 +314,7 @@ def published(run: Run, seconds: float = UPLOAD_SECONDS) -> dict:
     """Wait so long for the uploads, of an earlier launch too. -> facts for status.json"""
     folder = os.path.join(run.settings.out_dir, "export")
     run.checkpoints.publish(folder, "")
-    left = run.checkpoints.close(timeout=seconds)
+    left = run.checkpoints.close(seconds, lambda: run.agree.signals.name is not None)
     run.metrics.close()
     return {"step": run.step, "export": folder, "unpublished": left}
 

@@ -5,24 +5,117 @@ The client and its retries are in hub.py; the publisher is handed in.
 
 import json
 import os
+import re
+import shutil
 import threading
 import time
 
-from sealed import NAME, CheckpointError, read_manifest, to_json, write_text
+from sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
 
 ROTATED = ("latest", "best", "milestone")  # kinds of which the newest few are kept; `final` is never deleted
+PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 SLACK = 2  # local checkpoints of a kind kept beyond `keep` while the Hub has none of them yet
 
 
 def by_serial(names) -> list[str]:
     """The names of checkpoints among `names`, oldest save first."""
-    return sorted((n for n in names if NAME.fullmatch(n)), key=lambda n: int(NAME.fullmatch(n)[3]))
+    return sorted((n for n in names if NAME.fullmatch(n)), key=serial)
+
+
+def serial(name: str) -> int:
+    """The number of the save in its run."""
+    return int(NAME.search(name)[3])
 
 
 def published(publisher, run_id: str) -> list[str]:
     """Names of the run's checkpoints on the Hub that have a manifest, oldest first."""
     found = publisher.list(run_id)
     return by_serial(path.split("/")[1] for path in found if path.endswith("/manifest.json"))
+
+
+def patiently(function, agree, stop=lambda: False, stopped=None):
+    """Rank 0 runs `function` in a thread, the others hear every second that it still does; its value, everywhere.
+
+    A download may take longer than any collective or stage is allowed to. Once stop() is true on any rank, the Event
+    `stopped` is set, by which `function` knows that it should end: so all ranks leave together."""
+    box = {}
+
+    def work():
+        try:
+            box["value"] = function()
+        except Exception as e:
+            box["error"] = e
+
+    thread = threading.Thread(target=work, daemon=True)
+    if agree.rank == 0:
+        thread.start()
+        thread.join(1.0)
+    while agree.broadcast(thread.is_alive()):
+        agree.busy(PATIENCE)
+        if any(agree.gather(bool(stop()))) and stopped:
+            stopped.set()
+        if agree.rank == 0:
+            thread.join(1.0)
+    agree.verdict(box.get("error"), "checkpoint")
+    return agree.broadcast(box.get("value", False))
+
+
+def owner_on_hub(publisher, stem: str, log) -> str | None:
+    """The youngest run on the Hub that had a folder of this name, or None."""
+    paths = publisher.list("")
+    if pickles := sorted(p for p in paths if p.endswith(".model.pt")):
+        log(
+            f"the Hub repo holds {len(pickles)} checkpoints of the first Nova script, e.g. {pickles[0]}: pickles are not "
+            "supported, and never fetched or touched"
+        )
+    folders = {path.split("/")[0] for path in paths if path.endswith("/manifest.json")}
+    runs = sorted(m[0] for f in folders if (m := re.fullmatch(r"(\w+)-\d{8}-\d{6}-[0-9a-f]{4}", f)))
+    mine = [r for r in runs if r.rsplit("-", 3)[0] == stem]
+    if mine:
+        log(
+            f"nothing local: going on with run {mine[-1]} of the Hub; --resume=never starts another"
+            + (f" (older ones there: {', '.join(mine[:-1])})" if mine[1:] else "")
+        )
+    elif runs:  # another name of out_dir is all that parts this start from them
+        name = runs[-1].rsplit("-", 3)[0]
+        log(
+            f"a fresh start; the Hub repo also holds {'runs' if runs[1:] else 'run'} {', '.join(runs)}: to go on with one, "
+            f"give the out_dir that it had, such as --out_dir=…/{name}"
+        )
+    return mine[-1] if mine else None
+
+
+def fetch(publisher, run_id: str, name: str, path: str) -> str:
+    """Download a checkpoint of the run to `path`, where it appears once it is proven; CheckpointError where it is damaged."""
+    temporary = os.path.join(os.path.dirname(path), f".tmp-{run_id}+{name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        publisher.download(f"{run_id}/{name}", temporary)
+        manifest = verify(temporary)
+        if (manifest["run_id"], manifest["name"]) != (run_id, name):
+            raise CheckpointError(f"{name} on the Hub is {manifest['name']} of run {manifest['run_id']}")
+    except CheckpointError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    os.rename(temporary, path)
+    sync(os.path.dirname(path))
+    return path
+
+
+def check_write(publisher, folder: str, resume: str, log):
+    """Prove that the run may publish. A Hub that can't be reached stops no run that has checkpoints here: uploads wait."""
+    try:
+        publisher.check_write()
+    except OSError as e:
+        here = os.path.isdir(folder) and by_serial(os.listdir(folder))
+        if resume == "never" or not here or getattr(e, "final", True):
+            raise
+        log(f"{e}. Going on all the same; uploads are tried again as the run goes")
+
+
+def shown(prefix: str) -> str:
+    """What a person calls it: an export lies at the root of the repo."""
+    return prefix or "export"
 
 
 class Uploads:
@@ -46,6 +139,7 @@ class Uploads:
         # {remote prefix: (folder, kind)}, first come first served
         self.pending: dict[str, tuple[str, str]] = {}
         self.active, self.known, self.failures, self.deadline = None, None, 0, None
+        self.refused: set[str] = set()  # prefixes whose last attempt met a "no" that waiting does not change
         self.seconds: float | None = None  # that the latest checkpoint took to get there
         self.changed, self.thread = threading.Condition(), None
         for name in by_serial(os.listdir(folder)):  # what an earlier launch did not get done
@@ -103,13 +197,21 @@ class Uploads:
                         self.pending.pop(prefix, None)
                         continue
                     self.failures += 1
-                    self.log(f"UPLOAD FAILED, number {self.failures}: {prefix}: {type(e).__name__}: {e}")
+                    self.log(
+                        f"UPLOAD FAILED, number {self.failures}: {shown(prefix)}: {type(e).__name__}: {e}"
+                    )
                     self.pending.pop(prefix, None)
                     # Behind the others; not at all if a newer one of its kind waits.
                     if kind in ("milestone", "final") or kind not in [k for _, k in self.pending.values()]:
                         self.pending[prefix] = folder, kind
-                    if self.deadline is not None and time.monotonic() > self.deadline:
-                        return
+                    final = getattr(e, "final", False)
+                    (self.refused.add if final else self.refused.discard)(prefix)
+                    if self.deadline is not None:
+                        if time.monotonic() > self.deadline or self.refused.issuperset(self.pending):
+                            self.changed.notify_all()
+                            return
+                        if final:
+                            continue  # the others have their turn at once: what is refused too ends the wait
                     left = pause if self.deadline is None else self.deadline - time.monotonic()
                     self.changed.wait(max(0.0, min(pause, left)))
                     pause = min(2 * pause, self.RETRY[1])
@@ -146,7 +248,7 @@ class Uploads:
                     f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
                 )
         seconds = time.monotonic() - began
-        self.log(f"{prefix} is on the Hub, verified ({seconds:.0f} s)")
+        self.log(f"{shown(prefix)} is on the Hub, verified ({seconds:.0f} s)")
         if prefix.startswith(f"{self.run_id}/"):
             self.seconds = seconds
         if kind in ROTATED:
@@ -158,12 +260,17 @@ class Uploads:
                     self.log(f"{stale} could not be deleted on the Hub: {e}")
         return receipt
 
-    def close(self, timeout: float) -> list[str]:
-        """Give the queue `timeout` seconds; what is not on the Hub then."""
+    def close(self, timeout: float, stop=lambda: False) -> list[str]:
+        """Give the queue `timeout` seconds, fewer once stop() is true or a whole pass was refused; what is not on the Hub."""
         end = time.monotonic() + timeout
         with self.changed:
             self.deadline = end
+            self.refused.clear()  # a "no" of hours ago may be a "yes" now: each has one more attempt
+            checkpoints = by_serial(p.rpartition("/")[2] for p in self.pending)
+            if checkpoints:  # the newest goes first: what the next machine goes on from
+                newest = f"{self.run_id}/{checkpoints[-1]}"
+                self.pending = {newest: self.pending[newest], **self.pending}
             self.changed.notify_all()
-            while self.pending and (left := end - time.monotonic()) > 0 and self.thread.is_alive():
-                self.changed.wait(left)
-            return list(self.pending)
+            while self.pending and time.monotonic() < end and self.thread.is_alive() and not stop():
+                self.changed.wait(max(0.0, min(1.0, end - time.monotonic())))
+            return list(map(shown, self.pending))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_tools import (
+    MemoryHub,
     Ranks,
     all_bits,
     damage,
@@ -35,6 +36,7 @@ from workers import Rank, run
 
 import checkpoint
 import settings
+import uploads
 from checkpoint import CheckpointError
 
 # --- what is saved is loaded ---------------------------------------------------------------------------------------
@@ -283,16 +285,20 @@ def test_buffers_are_reused_and_parents_recorded(tmp_path):
 # --- whose folder, which kind --------------------------------------------------------------------------------------
 
 
-def test_held_bytes_are_those_of_this_run_alone(tmp_path):
-    """A run that goes on needs no second room for what it has already written."""
+def test_room_is_what_rotation_may_keep_less_what_this_run_has_written(tmp_path):
+    """With a Hub that takes nothing, more of each kind stay. However much is here, a save needs room before it makes any."""
     saved_once(tmp_path, steps=(1, 2))
-    again, _ = open_folder(tmp_path)
+    again, _ = open_folder(tmp_path, keep=2)
     files = [p for p in tmp_path.glob("step-*/**/*") if p.is_file() and p.name != "manifest.json"]
-    assert again.held() == sum(p.stat().st_size for p in files) > 0
+    held = sum(p.stat().st_size for p in files)
+    assert again.room(1000 * held) == 8 * 1000 * held - held and again.room(held // 100) == 2 * (held // 100)
     again.close()
-    other, _ = open_folder(tmp_path, resume="never")
-    assert other.held() == 0
+    other, _ = open_folder(tmp_path, keep=2, resume="never")
+    assert other.room(1000) == 8 * 1000
     other.close()
+    third, _ = open_folder(tmp_path, keep=2, resume="never", publisher=MemoryHub())
+    assert third.room(1000) == 14 * 1000
+    third.close()
 
 
 def test_rotation_keeps_the_newest_of_each_kind(tmp_path):
@@ -444,7 +450,7 @@ def test_a_long_transfer_says_that_it_goes_on():
     agree, said = Rank(), []
     agree.busy = said.append
     assert checkpoint.patiently(lambda: time.sleep(1.2) or "path", agree) == "path"
-    assert said == [checkpoint.PATIENCE]
+    assert said == [uploads.PATIENCE]
 
 
 # --- weights -------------------------------------------------------------------------------------------------------

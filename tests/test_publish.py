@@ -144,7 +144,7 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
     before = {**digest_of(str(tmp_path / "checkpoints")), **digest_of(export)}
     left = in_time(lambda: c.close(timeout=1.0))
     assert any("UPLOAD FAILED" in line for line in lines) and any("NOT on the Hub" in line for line in lines)
-    assert any("final" in name for name in left) and "" in left
+    assert any("final" in name for name in left) and "export" in left
     kept = [("final", 4), ("latest", 1), ("latest", 2), ("latest", 3)]
     assert steps(names_in(tmp_path / "checkpoints")) == kept, "keep=1 waits for the Hub"
     after = {**digest_of(str(tmp_path / "checkpoints")), **digest_of(export)}

@@ -19,9 +19,11 @@ import torch
 from conftest import ROOT, tiny_settings
 from workers import Rank
 
+import drill
 import metrics
 import train_nova
 import watch
+from failures import StartupError
 
 TINY = """
 import os
@@ -408,6 +410,20 @@ def test_drill_proves_the_cycle_in_a_folder_of_its_own(world, uninterrupted):
     assert "drill passed" in output and "to the bit" in output
     assert sorted(p.name for p in (world[0] / "whole" / "checkpoints").iterdir()) == before
     assert json.loads((world[0] / "whole" / "drill" / "status.json").read_text())["drill"]["save"] > 0
+    assert "deleted its checkpoints and export" in output
+    left = {p.name for p in (world[0] / "whole" / "drill").iterdir()}
+    assert "metrics.jsonl" in left and not left & {"checkpoints", "export"}, "100 GB of the real run's disk"
+    assert drill.drilled(str(world[0] / "whole"))["whole save"] > 0
+
+
+def test_a_drill_whose_save_fails_says_why():
+    agree = SimpleNamespace(rank=0, world=1)
+    checkpoints = SimpleNamespace(failures=["step 4 (latest): rank 0: No space left on device"], parent=None)
+    run = train_nova.Run(tiny_settings(), agree, print, torch.device("cpu"))
+    run.checkpoints, run.metrics = checkpoints, SimpleNamespace(used=lambda: 0.0)
+    ignore = lambda *a, **k: None  # noqa: E731 (the loop and its helpers, which are handed in)
+    with pytest.raises(StartupError, match="drill: the save failed: step 4 .*No space left"):
+        drill.drill(run, ignore, ignore, ignore, ignore, ignore)
 
 
 @pytest.mark.slow

@@ -7,10 +7,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import time
 
 import pytest
 from fake_hub import WRITE_TOKEN, FakeHub
-from test_run import fixture_world, losses, status, train  # noqa: F401 (a fixture)
+from test_run import command, fixture_world, losses, status, train  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.slow
 PUBLISH = ("--hf_model_repo=me/model", "--hub_patience=20")
@@ -93,3 +96,31 @@ def test_a_finished_run_given_again_publishes_what_is_not_there(hub_world):
     there, export = server.files("models/me/late"), here[0] / "late" / "export"
     assert there["model.safetensors"] == (export / "model.safetensors").read_bytes()
     assert any("-final-" in name for name in there) and status(here, "late")["unpublished"] == []
+
+
+@pytest.mark.parametrize("answer, signalled", [(403, False), (503, True)])
+def test_a_finished_run_does_not_wait_for_uploads_that_cannot_succeed(hub_world, answer, signalled):
+    """Up to four hours of eight GPUs: it ends by itself where the Hub refuses for good, and at a signal in any case."""
+    (folder, environ), server = hub_world[:2], hub_world[2]
+    server.fault("/commit/", answer, times=100_000)
+    words = command(folder, f"hopeless{answer}", *PUBLISH[:1], "--hub_patience=2", "--sample_tokens=0")
+    log = folder / f"log{answer}"
+    with open(log, "wb") as out:
+        child = subprocess.Popen(
+            words, env=environ, stdout=out, stderr=out, cwd=folder, start_new_session=True
+        )
+    try:
+        end = time.monotonic() + 120
+        while "talk to them" not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+        if signalled:
+            time.sleep(3)
+            assert child.poll() is None, log.read_text()[-2000:]
+            child.send_signal(signal.SIGTERM)
+        assert child.wait(45) == 0, log.read_text()[-3000:]
+    finally:
+        child.kill()
+        server.faults.clear()
+    said = status((folder, environ), f"hopeless{answer}")
+    assert said["status"] == "done" and "export" in said["unpublished"] and len(said["unpublished"]) > 1
+    assert "the same command publishes them later" in log.read_text()

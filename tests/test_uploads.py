@@ -3,6 +3,7 @@
 The real client against the fake server is in test_publish.py.
 """
 
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoint_tools import (  # noqa: F401 (one_rank_group: a fixture)
     MemoryHub,
@@ -27,6 +29,7 @@ import checkpoint
 import schedule
 import uploads
 from checkpoint import CheckpointError
+from hub import HubError
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +119,7 @@ def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(t
     hub.gate.set()
     assert c.close(timeout=10) == []
     sent = [int(call.split("step-")[1].split("-")[0]) for call in hub.calls if call.startswith("upload")]
-    assert sent == [1, 4, 5, 9]
+    assert sorted(sent) == [1, 4, 5, 9]
 
 
 def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(tmp_path):
@@ -153,6 +156,41 @@ def test_local_rotation_waits_for_the_hub_but_not_for_ever(tmp_path):
     save(c, 8, kind="milestone")
     assert [int(n.split("-")[1]) for n in names_in(tmp_path)][-1] == 8 and len(names_in(tmp_path)) <= 2
     c.close(timeout=10)
+
+
+def full_disk_scenario(rank, world, folder, victim):
+    """One rank's disk holds 9 checkpoints and the Hub refuses all: saves of all kinds; which failed, what is left."""
+    hub, write = MemoryHub(), checkpoint.write_tensors
+    hub.failing = 10**9
+    c, lines = open_folder(folder, rank, world, publisher=hub, keep=1)
+
+    def limited(path, *rest):
+        if rank == victim and len(names_in(folder)) >= 9:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return write(path, *rest)
+
+    checkpoint.write_tensors = limited
+    try:
+        for step in range(1, 6):
+            for kind in ("latest", "best", "milestone"):
+                c.save(
+                    step, kind, *state_for(rank, world, seed=step), {"step": step, "config": {}}, wait=True
+                )
+    finally:
+        checkpoint.write_tensors = write
+    c.close()
+    return c.failures, names_in(folder), sum("to make room" in line for line in lines)
+
+
+@pytest.mark.parametrize("world, victim", [(1, 0), (2, 1)])
+def test_a_disk_filled_by_what_the_hub_refuses_is_freed(tmp_path, world, victim):
+    """One save fails, on whichever rank; then the newest `keep` of each kind are left, and the next saves fit."""
+    answers = run(full_disk_scenario, world=world, folder=str(tmp_path), victim=victim)
+    for failures, names, _ in answers:
+        assert [f.split(":")[0] for f in failures] == ["step 4 (latest)"] and "No space left" in failures[0]
+        steps = {kind: [int(n.split("-")[1]) for n in names if kind in n] for kind in uploads.ROTATED}
+        assert steps == {"latest": [3, 5], "best": [3, 4, 5], "milestone": [3, 4, 5]}
+    assert [said for _, _, said in answers] == [6, 0][:world], "what rank 0 deletes it says"
 
 
 def test_checkpoints_of_another_run_are_not_published(tmp_path):
@@ -282,6 +320,110 @@ def test_a_hub_that_does_not_answer_at_the_start_is_not_a_fresh_start(tmp_path):
     c.close()
 
 
+@pytest.fixture(name="left_behind")
+def fixture_left_behind(tmp_path):
+    """(folder, hub): a machine's folder with save 1, which is on the Hub, where another machine went on to 2 and 3."""
+    hub, folders = MemoryHub(), [tmp_path / machine / "nova" / "checkpoints" for machine in "ab"]
+    for steps, folder in zip(((1,), (2, 3)), folders, strict=True):
+        c, _ = open_folder(folder, publisher=hub, keep=3)
+        c.newest()
+        for step in steps:
+            save(c, step)
+            idle(c)
+        c.close()
+    return folders[0], hub
+
+
+def step_of(path) -> int:
+    return int(os.path.basename(path).split("-")[1])
+
+
+@pytest.mark.parametrize("harmed, step", [((), 3), ((3,), 2), ((2, 3), 1)])
+def test_a_machine_that_comes_back_goes_on_from_what_another_has_published_since(left_behind, harmed, step):
+    """Else it trains the same steps again, and rotates the newer ones away. What is damaged there is passed over."""
+    folder, hub = left_behind
+    for key in [k for k in hub.files if any(f"step-0000000{n}" in k for n in harmed)]:
+        hub.files[key] = b"?" + hub.files[key][1:]
+    c, lines = open_folder(folder, publisher=hub, keep=3)
+    path = c.newest()
+    checkpoint.verify(path)
+    assert step_of(path) == step and sum("DAMAGED CHECKPOINT on the Hub" in line for line in lines) == len(
+        harmed
+    )
+    save(c, 9)
+    assert names_in(folder)[-1].endswith("-latest-0004"), "a number of the other machine was used twice"
+    c.close(timeout=10)
+
+
+def test_a_newer_one_that_cannot_be_downloaded_is_not_gone_behind(left_behind, monkeypatch):
+    folder, hub = left_behind
+    hub.failing = 1
+    c, _ = open_folder(folder, publisher=hub)
+    with pytest.raises(CheckpointError, match="0003 on the Hub is newer.*503 from the Hub.*--publish=False"):
+        c.newest()
+    c.close(timeout=10)
+
+
+def test_a_hub_that_does_not_answer_stops_no_run_that_has_a_checkpoint_here(left_behind, monkeypatch):
+    folder, hub = left_behind
+    c, lines = open_folder(folder, publisher=hub)
+
+    def dead(prefix=""):
+        raise OSError("no route to the Hub")
+
+    monkeypatch.setattr(hub, "list", dead)
+    path = c.newest()
+    assert step_of(path) == 1 and any("going on with what is here" in line for line in lines)
+    damage(path, random.Random(1))
+    with pytest.raises(CheckpointError, match="could not be asked for one: no route"):
+        c.newest()
+    c.close()
+
+
+def test_write_access_must_be_proven_unless_the_hub_is_silent_and_the_run_is_here(left_behind, tmp_path):
+    folder, lines = left_behind[0], []
+
+    class Silent(MemoryHub):
+        final = False
+
+        def check_write(self):
+            raise HubError("given up after 240 s", final=self.final)
+
+    publisher = Silent()
+    uploads.check_write(publisher, str(folder), "auto", lines.append)
+    assert "Going on all the same" in lines[0]
+    for where, resume, final in (
+        (tmp_path / "new", "auto", False),
+        (folder, "never", False),
+        (folder, "auto", True),
+    ):
+        publisher.final = final
+        with pytest.raises(HubError):
+            uploads.check_write(publisher, str(where), resume, lines.append)
+
+
+def test_the_newest_of_a_run_is_taken_from_the_hub_where_the_local_one_is_damaged(tmp_path):
+    """Not the one before it, which is intact here: what the Hub holds was trained, and paid."""
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path, publisher=hub)
+    for step in (1, 2):
+        save(c, step)
+        idle(c)
+    c.close()
+    damage(str(tmp_path / names_in(tmp_path)[1]), random.Random(1))
+    c, lines = open_folder(tmp_path, publisher=hub)
+    assert step_of(c.newest()) == 2 and any("downloading" in line for line in lines)
+    c.close()
+
+
+def test_a_fresh_start_says_which_other_runs_the_hub_holds(left_behind, tmp_path):
+    """On an empty disk, another name of out_dir is all that parts it from going on."""
+    c, lines = open_folder(tmp_path / "c" / "other" / "checkpoints", publisher=left_behind[1])
+    said = next(line for line in lines if "a fresh start" in line)
+    assert "also holds run nova-2" in said and said.endswith("--out_dir=…/nova") and c.newest() is None
+    c.close()
+
+
 def test_an_export_is_published_beside_its_report(tmp_path):
     hub = MemoryHub()
     c, _ = open_folder(tmp_path / "checkpoints", publisher=hub)
@@ -294,6 +436,86 @@ def test_an_export_is_published_beside_its_report(tmp_path):
     assert {k for k in hub.files if k.startswith("export/")} == {
         f"export/{n}" for n in ("model.safetensors", "config.json", "manifest.json", "report.json")
     }
+
+
+def test_the_newest_goes_first_when_time_is_short(tmp_path):
+    """It is what the next machine goes on from; a milestone that was saved before it can wait for the next launch."""
+    hub = MemoryHub()
+    c, _ = open_folder(tmp_path, publisher=hub)
+    hub.gate.clear()
+    save(c, 1, 2, 3, kind="milestone")
+    save(c, 4)
+    c.publish(str(tmp_path), "export")
+    until(lambda: hub.calls)  # the first is on its way
+    c.uploads.close(timeout=0)
+    hub.gate.set()
+    until(lambda: len(hub.calls) == 5)
+    assert [call.rpartition("/")[2] for call in hub.calls][:2] == [
+        names_in(tmp_path)[0],
+        names_in(tmp_path)[3],
+    ]
+    c.close(timeout=10)
+
+
+class Refusing(MemoryHub):
+    """Says no for good to whatever is `refused`, and 503 to the first `failing` of the others."""
+
+    refused = "step-"
+
+    def upload(self, folder, prefix):
+        if self.refused in prefix or not prefix:
+            self.calls.append(f"upload {prefix}")
+            raise HubError("status 403: storage quota exceeded", final=True)
+        return super().upload(folder, prefix)
+
+
+def test_the_end_does_not_wait_for_a_hub_that_refuses_everything(tmp_path, monkeypatch):
+    """Hours of eight GPUs: each upload has one more attempt, without the pauses between launches' retries."""
+    hub = Refusing()
+    c, lines = open_folder(tmp_path / "checkpoints", publisher=hub)
+    save(c, 1, kind="milestone")
+    until(lambda: c.uploads.failures)
+    monkeypatch.setattr(uploads.Uploads, "RETRY", (60.0, 900.0))
+    save(c, 2, kind="final")
+    checkpoint.export(str(tmp_path / "export"), {"a": torch.zeros(2)}, {"d": 1}, c.agree)
+    c.publish(str(tmp_path / "export"), "")
+    began, tried = time.monotonic(), len(hub.calls)
+    left = c.close(timeout=100)
+    assert time.monotonic() - began < 20 and len(hub.calls) - tried <= 5
+    assert [p.rpartition("/")[2] for p in sorted(left)] == ["export", *names_in(tmp_path / "checkpoints")]
+    said = next(line for line in lines if "NOT on the Hub: " in line)
+    assert "export" in said and "the same command publishes them later" in said and ", ," not in said
+    assert any("UPLOAD FAILED" in line and ": export: " in line for line in lines)
+
+
+def test_a_refusal_of_one_does_not_give_up_the_others(tmp_path):
+    hub = Refusing()
+    hub.refused, hub.failing = "milestone", 3
+    c, _ = open_folder(tmp_path, publisher=hub)
+    save(c, 1, kind="milestone")
+    save(c, 2)
+    save(c, 3, kind="final")
+    assert [p.rpartition("/")[2] for p in c.close(timeout=20)] == names_in(tmp_path)[:1]
+    assert len(on_hub(hub, c.run_id)) == 2
+
+
+def stopped_wait_scenario(rank, world, folder):
+    """A Hub that hangs; the last rank alone has a signal after a second. (what is left, seconds until it left)"""
+    hub = MemoryHub()
+    c, _ = open_folder(folder, rank, world, publisher=hub)
+    hub.gate.clear()
+    c.save(1, "latest", *state_for(rank, world, seed=1), {"step": 1}, wait=True)
+    began = time.monotonic()
+    left = c.close(40, stop=lambda: rank == world - 1 and time.monotonic() > began + 1)
+    seconds = time.monotonic() - began
+    hub.gate.set()
+    return len(left), seconds
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_on_any_rank_ends_the_wait_on_all(tmp_path, world):
+    for left, seconds in run(stopped_wait_scenario, world=world, folder=str(tmp_path)):
+        assert left == 1 and 1 < seconds < 15
 
 
 def two_ranks_scenario(rank, world, folder):
