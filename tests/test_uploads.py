@@ -149,7 +149,8 @@ def test_local_rotation_waits_for_the_hub_but_not_for_ever(tmp_path):
     hub.failing = 10**9
     c, lines = open_folder(tmp_path, publisher=hub, keep=1)
     save(c, *range(1, 8), kind="milestone")
-    assert [int(n.split("-")[1]) for n in names_in(tmp_path)] == [5, 6, 7]
+    left = [int(n.split("-")[1]) for n in names_in(tmp_path)]
+    assert left[-3:] == [5, 6, 7] and len(left) <= 4, "one more while it is being uploaded"
     assert any("although the Hub has no copy" in line for line in lines)
     hub.failing = 0
     idle(c)
