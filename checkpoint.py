@@ -102,6 +102,7 @@ class Checkpoints:
         self.publisher, self.resume = publisher, resume
         self.failures: list[str] = []
         self.parent: str | None = None  # the checkpoint that this state comes from
+        self.beside: list[str] = []  # files that each checkpoint takes a copy of
         self.lock, self.flight, self.uploads = None, None, None
         self.receipts, self.buffers, self.verified, self.serial = [], {}, set(), 0
         problem = None
@@ -319,6 +320,10 @@ class Checkpoints:
         def finish():
             write_text(os.path.join(temporary, "state.json"), text)
             entries = describe(temporary, "state.json")
+            for path in filter(os.path.exists, self.beside):
+                copy = shutil.copy(path, temporary)
+                sync(copy)
+                entries |= describe(temporary, os.path.basename(copy))
             for part in files:
                 entries |= part
             if files_below(temporary) != set(entries):

@@ -39,6 +39,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -246,9 +247,9 @@ class Metrics:
         self.end_step = settings.steps
         self.tracker = self._tracker(run_id) if main else None
         self.complained: set[str] = set()  # files that could not be written, said once
+        self.path = os.path.join(out_dir, "metrics.jsonl")
         if main:
             os.makedirs(out_dir, exist_ok=True)
-            self.path = os.path.join(out_dir, "metrics.jsonl")
             if fresh and os.path.exists(self.path):  # another run's, whose checkpoints stay as well
                 os.replace(self.path, os.path.join(out_dir, f"metrics.before-{run_id}.jsonl"))
             self.journal()
@@ -307,8 +308,12 @@ class Metrics:
             "time": self.time, "last_evaluation": self.last_evaluation, "used": self.used(), "trained": self.trained,
         })  # fmt: skip
 
-    def load_state(self, state: dict):
-        """Continue with a checkpoint's totals; then call launch(step)."""
+    def load_state(self, state: dict, folder: str = ""):
+        """Continue with a checkpoint's totals, and on a machine that has no rows with those in its `folder`; then call
+        launch(step)."""
+        rows = os.path.join(folder, "metrics.jsonl")
+        if self.main and os.path.exists(rows) and not os.path.exists(self.path):
+            shutil.copy(rows, self.path)
         self.tokens, self.bad_steps = state["tokens"], state["bad_steps"]
         self.losses.extend(state["losses"])
         self.best, self.last_evaluation = state["best"], state["last_evaluation"]

@@ -205,6 +205,7 @@ def start_up(run: Run, launched: float) -> Run:
         run.budget = schedule.Budget(s, launched, run.metrics.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
+        run.checkpoints.beside = [run.metrics.path]  # the curve goes on where only the checkpoints do
         run.metrics.launch(run.step, settings_digest=s.digest())
         run.saved_at = time.monotonic()
     agree.note(step=run.step, saved=run.step if saved else None)
@@ -278,7 +279,7 @@ def resume(run: Run, saved: dict | None, path: str | None):
     if branch:
         run.metrics.tokens = saved["metrics"]["tokens"]
     else:
-        run.metrics.load_state(saved["metrics"])
+        run.metrics.load_state(saved["metrics"], path)
     exact = own_loaded and saved["world"] == run.agree.world and "rounding" not in run.changed
     exact = exact and (run.device.type == "cpu" or run.settings.deterministic)
     how = "bit-exact" if exact else "to rounding"
