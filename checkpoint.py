@@ -351,11 +351,9 @@ class Checkpoints:
         except (CheckpointError, CheckpointException) as e:
             if rank == 0:  # all ranks have stopped writing
                 shutil.rmtree(temporary, ignore_errors=True)
-                if NO_SPACE.search(
-                    str(e)
-                ):  # what waits for the Hub would keep every later save from succeeding
-                    for kind in ROTATED:
-                        self._rotate(kind, full=True)
+                # what waits for the Hub would keep every later save from succeeding
+                for kind in ROTATED if NO_SPACE.search(str(e)) else ():
+                    self._rotate(kind, full=True)
             raise
         if rank == 0:
             self._rotate(flight.kind)
