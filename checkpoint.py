@@ -66,7 +66,18 @@ from sealed import (
     write_tensors,
     write_text,
 )
-from uploads import ROTATED, SLACK, Uploads, by_serial, fetch, owner_on_hub, patiently, published, serial
+from uploads import (
+    ROTATED,
+    SLACK,
+    Uploads,
+    by_serial,
+    fetch,
+    owner_on_hub,
+    patiently,
+    published,
+    serial,
+    step,
+)
 
 __all__ = [  # what other files use, this file's and sealed.py's
     "CheckpointError", "Checkpoints", "check_shared_folder", "export", "read_export", "read_model",
@@ -440,12 +451,14 @@ class Checkpoints:
             return None
         damaged = []
         here = self.agree.broadcast(by_serial(os.listdir(self.folder)) if self.agree.rank == 0 else [])
-        there, silent = [], ""
+        there, ahead, silent = [], [], ""
         if self.publisher is not None:
-            there, silent = patiently(self._ask_hub, self.agree)
-        # Newest first, wherever it is: another machine may have gone on with this run. Of two alike, the one here.
-        found = [(serial(n), False, n) for n in there] + [(serial(n), True, n) for n in here]
-        for _, local, name in sorted(found, reverse=True):
+            there, ahead, silent = patiently(self._ask_hub, self.agree)
+        # What another machine has trained beyond the steps here, then the newest first. Of two alike, the one here.
+        found = [(n in ahead, serial(n), False, n) for n in there] + [
+            (False, serial(n), True, n) for n in here
+        ]
+        for _, _, local, name in sorted(found, reverse=True):
             path = os.path.join(self.folder, name)
             if local:
                 path = path if self._usable(path, damaged) else None
@@ -456,6 +469,8 @@ class Checkpoints:
                     self.log(
                         f"going on with what is here: the Hub could not be asked for a newer one: {silent}"
                     )
+                if self.uploads is not None and local:  # else what is here was overtaken
+                    self.uploads.take_up(here)
                 return path
         if silent:
             raise CheckpointError(
@@ -518,14 +533,17 @@ class Checkpoints:
         except OSError as e:
             self.log(f"{path} stays where it is: {e}")
 
-    def _ask_hub(self) -> tuple[list[str], str]:
-        """Rank 0: (names of the run's checkpoints on the Hub, ""), or ([], why it could not be asked)."""
+    def _ask_hub(self) -> tuple[list[str], list[str], str]:
+        """Rank 0: (names of the run's checkpoints on the Hub, those that another machine put there beyond the steps here,
+        ""), or ([], [], why it could not be asked). Serial numbers can't tell: each machine counts on from what it saw."""
         try:
             names = published(self.publisher, self.run_id)
         except OSError as e:
-            return [], str(e)
+            return [], [], str(e)
         self.serial = max([self.serial, *map(serial, names)])
-        return names, ""
+        last = max((step(n) for n, m in self._manifests().items() if m["run_id"] == self.run_id), default=-1)
+        foreign = [n for n in names if f"{self.run_id}/{n}" not in self.uploads.receipts]
+        return names, [n for n in foreign if step(n) > last], ""
 
     def _fetch(self, name: str, damaged: list) -> str | None:
         """Rank 0: a checkpoint of this run on the Hub, downloaded and intact; its folder, or None where it is damaged."""

@@ -204,10 +204,8 @@ class Domain:
         for name, first, count in [(now[v[0]], v[3], v[4]) for v in val if now[v[0]]]:
             n = self.stream.open_shard(name, revision, found[name]).n
             self.stream.source.release(name)  # it stays open
-            if first + count > n:  # it became shorter
-                count = min(count, n if is_val(name) else max(n // 10, min(1, n - 1)))
-                first = 0 if is_val(name) else n - count
-            if count:
+            count = min(count, n - first)  # it became shorter: what was trained on is never held out
+            if count > 0:
                 self.val.append([name, found[name], revision, first, count])
         self.changed()
 

@@ -99,6 +99,11 @@ def read_rows(path: str) -> list[dict]:
     return rows
 
 
+def last_step(path: str) -> int:
+    """The last step that a metrics.jsonl has, -1 where there is none."""
+    return max((row.get("step", -1) for row in read_rows(path)), default=-1)
+
+
 def device_peak(device) -> tuple[float | None, str]:
     """(dense bf16 FLOP/s or None, how that is known). On a CPU it is measured: 0.2 s of matmuls per dtype."""
     device = torch.device(device)
@@ -309,10 +314,10 @@ class Metrics:
         })  # fmt: skip
 
     def load_state(self, state: dict, folder: str = ""):
-        """Continue with a checkpoint's totals, and on a machine that has no rows with those in its `folder`; then call
-        launch(step)."""
+        """Continue with a checkpoint's totals, and with the rows in its `folder` where another machine wrote them; then
+        call launch(step)."""
         rows = os.path.join(folder, "metrics.jsonl")
-        if self.main and os.path.exists(rows) and not os.path.exists(self.path):
+        if self.main and last_step(rows) > last_step(self.path):
             shutil.copy(rows, self.path)
         self.tokens, self.bad_steps = state["tokens"], state["bad_steps"]
         self.losses.extend(state["losses"])

@@ -114,11 +114,11 @@ def changed_horizon(settings, step: int, old: Horizon, anew: bool = False) -> Ho
     """The horizon of a run that goes on at `step` under a changed schedule. A decay that has begun goes on from where it
     is, without a jump, unless `anew` (another form, or a branch). One that was done gives way to the schedule as set, as it
     stands at this step: the rate rises at once (a branch of a wsd run's stable phase has no such jump)."""
-    done = old.at(step - 1)
+    done = old.at(step)
     if done == 1 and not anew:
         return first_horizon(settings)
     if 0 < done < 1 and not anew:
-        return Horizon(min(step, settings.steps - 1), max(settings.steps, step + 1), old.at(step))
+        return Horizon(min(step, settings.steps - 1), max(settings.steps, step + 1), done)
     return first_horizon(settings, step)
 
 

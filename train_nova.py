@@ -291,7 +291,7 @@ def resume(run: Run, saved: dict | None, path: str | None):
 
 
 def complete(run: Run) -> bool:
-    """Whether the folder holds a finished run: nothing to do, and nothing is touched."""
+    """Whether the folder holds a finished run: there is nothing to do but what a kill left out of its export."""
     report = os.path.join(run.settings.out_dir, "report.json")
     if run.step < run.horizon.end_step or not os.path.exists(report):
         return False
@@ -579,8 +579,8 @@ def finish(run: Run) -> dict:
 
 def complete_export(run: Run):
     """What an export holds besides weights and config: again at each launch, since a kill may have come between."""
-    if run.agree.rank == 0:
-        folder = os.path.join(run.settings.out_dir, "export")
+    folder = os.path.join(run.settings.out_dir, "export")
+    if run.agree.rank == 0 and os.path.isdir(folder):  # nobody moved it away
         shutil.copy(os.path.join(run.settings.out_dir, "report.json"), folder)
         if run.stream.tokenizer.path:
             shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))

@@ -13,13 +13,16 @@ import time
 from sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
 
 ROTATED = ("latest", "best", "milestone")  # kinds of which the newest few are kept; `final` is never deleted
-PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 SLACK = 2  # local checkpoints of a kind kept beyond `keep` while the Hub has none of them yet
 
 
 def by_serial(names) -> list[str]:
     """The names of checkpoints among `names`, oldest save first."""
     return sorted((n for n in names if NAME.fullmatch(n)), key=serial)
+
+
+def step(name: str) -> int:
+    return int(NAME.search(name)[1])
 
 
 def serial(name: str) -> int:
@@ -31,6 +34,9 @@ def published(publisher, run_id: str) -> list[str]:
     """Names of the run's checkpoints on the Hub that have a manifest, oldest first."""
     found = publisher.list(run_id)
     return by_serial(path.split("/")[1] for path in found if path.endswith("/manifest.json"))
+
+
+PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 
 
 def patiently(function, agree, stop=lambda: False, stopped=None):
@@ -142,10 +148,13 @@ class Uploads:
         self.refused: set[str] = set()  # prefixes whose last attempt met a "no" that waiting does not change
         self.seconds: float | None = None  # that the latest checkpoint took to get there
         self.changed, self.thread = threading.Condition(), None
-        for name in by_serial(os.listdir(folder)):  # what an earlier launch did not get done
-            if f"{run_id}/{name}" not in self.receipts:
+
+    def take_up(self, names: list[str]):
+        """Queue what an earlier launch did not get done."""
+        for name in names:
+            if f"{self.run_id}/{name}" not in self.receipts:
                 try:
-                    if read_manifest(os.path.join(folder, name))["run_id"] == run_id:
+                    if read_manifest(os.path.join(self.folder, name))["run_id"] == self.run_id:
                         self.put(name, NAME.fullmatch(name)[2])
                 except (CheckpointError, OSError):
                     continue

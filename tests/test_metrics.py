@@ -337,6 +337,21 @@ def test_a_new_run_in_an_old_folder_leaves_the_old_runs_numbers(tmp_path):
     assert [r["kind"] for r in read_rows(str(tmp_path / "metrics.jsonl"))] == ["launch"]
 
 
+def test_rows_come_with_the_checkpoint_of_another_machine(tmp_path):
+    for folder, last in (("here", 3), ("checkpoint", 9)):
+        m = make(tmp_path / folder)
+        m.launch(0)
+        take_steps(m, 1, last)
+        m.close()
+    here = make(tmp_path / "here")
+    here.load_state(m.state(), str(tmp_path / "checkpoint"))
+    here.launch(8)
+    steps = [r["step"] for r in read_rows(here.path) if r["kind"] == "step"]
+    assert steps == list(range(1, 9)), "neither a hole nor steps that are done again"
+    here.load_state(m.state(), str(tmp_path / "nowhere"))
+    assert metrics.last_step(here.path) == 8
+
+
 def test_a_finished_run_that_only_reports_again_keeps_its_speed(tmp_path):
     """As on a machine that has nothing but the final checkpoint."""
     m = make(tmp_path)

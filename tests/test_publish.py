@@ -80,6 +80,7 @@ def test_the_run_goes_on_while_the_hub_is_slow(server, tmp_path):
         "closing with uploads on the way does not wait beyond its time"
     )
     again, _ = open_folder(tmp_path, publisher=publisher(server))
+    in_time(again.newest)
     assert in_time(lambda: again.close(timeout=25)) == []
     there = on_hub(server, again.run_id)
     assert ("latest", 4) in steps(there)
@@ -155,6 +156,7 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
     server.faults.clear()
     monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
     again, lines = open_folder(tmp_path / "checkpoints", publisher=publisher(server), keep=1)
+    in_time(again.newest)
     again.publish(export, "")
     assert in_time(lambda: again.close(timeout=25)) == [], lines
     there = steps(on_hub(server, c.run_id))

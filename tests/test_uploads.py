@@ -139,6 +139,7 @@ def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(tmp
     assert len(names_in(tmp_path)) == 3
     hub.failing = 0
     c, _ = open_folder(tmp_path, publisher=hub, keep=1)  # the next launch sends what this one could not
+    c.newest()
     assert c.close(timeout=10) == []
     assert len(on_hub(hub, c.run_id)) == 3
 
@@ -337,6 +338,32 @@ def fixture_left_behind(tmp_path):
 
 def step_of(path) -> int:
     return int(os.path.basename(path).split("-")[1])
+
+
+def test_what_was_never_published_does_not_hide_what_another_machine_did(tmp_path):
+    """A lost touch with the Hub after step 1 and saved 2 and 3; B went on from 1 to 90: fewer saves, more work. What A
+    had not published is not sent any more, or it would take the place of B's."""
+    hub, folders = MemoryHub(), [tmp_path / machine / "nova" / "checkpoints" for machine in "ab"]
+    a, _ = open_folder(folders[0], publisher=hub, keep=1)
+    save(a, 1)
+    idle(a)
+    hub.failing = 10**9
+    save(a, 2, 3)
+    a.close()
+    hub.failing = 0
+    b, _ = open_folder(folders[1], publisher=hub, keep=1)
+    assert step_of(b.newest()) == 1
+    save(b, 90)
+    idle(b)
+    b.close()
+    a, _ = open_folder(folders[0], publisher=hub, keep=1)
+    assert step_of(a.newest()) == 90
+    save(a, 91)
+    a.close(timeout=10)
+    assert [step_of(n) for n in uploads.published(hub, a.run_id)] == [91]
+    again, _ = open_folder(folders[0], publisher=hub, keep=1)
+    assert step_of(again.newest()) == 91, "the newest by its number again"
+    again.close()
 
 
 @pytest.mark.parametrize("harmed, step", [((), 3), ((3,), 2), ((2, 3), 1)])
