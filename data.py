@@ -180,7 +180,7 @@ class Domain:
                 self.val.append([name, found[name], revision, 0 if named else shard.n - count, count])
         held = sum(v[4] for v in self.val)
         if not held:
-            why = f"its shards hold one sample of {self.stream.T} tokens each, so none can be held out: set a smaller max_len, or add data"
+            why = f"its shards hold one sample of {self.stream.T} tokens each, so none can be held out: set a smaller max_len"
             if self.admitted:
                 why = (
                     "no shard with its held-out rows is left: add one named val*.npy, of rows new to this run"

@@ -65,7 +65,7 @@ def _try_lock(descriptor: int, how: int) -> bool:
 
 # --- reading ---------------------------------------------------------------------------------------------------
 class HubSource(Remote):
-    """A dataset repo with the layout data/<domain>/*.npy + metadata.json; the methods of shards.FolderSource, `domains`, `pin`.
+    """A dataset repo with the layout data/<domain>/*.npy + metadata.json, and the methods of shards.FolderSource.
 
     Below cache_dir/hub/<repo>: files/ (the shards, each with a receipt), locks/ (one empty file per shard: held alone
     while it is fetched or deleted, shared while in use, freed by the kernel when its process dies), listings/ and

@@ -4,7 +4,8 @@
 
 A GLOB names text files (a document each), .jsonl files (a document a line, in --field), folders (every text file below
 them), or .bin token files of nanoGPT and modded-nanogpt (copied in their order, val.bin and *_val_*.bin held out;
-give --vocab_size). Documents are shuffled, each is followed by the end-of-document id, and shards are one line of tokens, which suits every max_len.
+give --vocab_size). Documents are shuffled, each is followed by the end-of-document id, and shards are one line of
+tokens, which suits every max_len.
 The last documents, --val of the text, become val.npy, which is never trained on; of a single document, its end does.
 
 A domain is built aside and takes its place at once, metadata.json last: a killed run leaves nothing half-made, and the
@@ -28,9 +29,8 @@ PIECE = 1 << 20  # bytes of a document that are tokenised at once: bounds the me
 SHARD_TOKENS = 1 << 26  # 134 MB of uint16
 MAX_VAL = 1 << 24  # bytes: enough for any evaluation
 WHOLE = sys.maxsize  # tokens of the one held-out shard
-HELD_OUT = re.compile(
-    r"(^|[_-])val([_.-]|$)"
-)  # in a file's name: nanoGPT's val.bin, modded-nanogpt's fineweb_val_….bin
+# in a file's name: nanoGPT's val.bin, modded-nanogpt's fineweb_val_….bin
+HELD_OUT = re.compile(r"(^|[_-])val([_.-]|$)")
 MODDED_MAGIC = (
     20240520  # first int32 of llm.c's and modded-nanogpt's .bin files; then version, tokens, 253 more
 )

@@ -166,8 +166,8 @@ def save_minutes_suggested(cost_seconds: float, mtbf_hours: float = 24.0) -> flo
 class Budget:
     """Decides when a horizon must move so that everything ends inside `max_hours`, or a launch inside `job_hours`.
 
-    Every rank keeps one, only rank 0's is asked to `decide`. It reads no clock: all times are handed in, in seconds of one monotonic clock.
-    `assumed` holds seconds expected before anything was measured: {"evaluation": …, "whole save": …, "upload": …}.
+    Every rank keeps one, only rank 0's is asked to `decide`. It reads no clock: all times are handed in, in seconds of one
+    monotonic clock. `assumed` holds seconds expected before anything was measured: {"evaluation": …, "whole save": …, "upload": …}.
     """
 
     def __init__(

@@ -554,9 +554,8 @@ def finish(run: Run) -> dict:
     s, folder = run.settings, os.path.join(run.settings.out_dir, "export")
     evaluate(run, s.final_eval_rows, final=True)
     print_sample(run)
-    if f"{run.step:08d}-final-" not in (
-        run.checkpoints.parent or ""
-    ):  # else a finished run whose folder was lost
+    # else a finished run whose folder was lost: its state is this one
+    if f"{run.step:08d}-final-" not in (run.checkpoints.parent or ""):
         save(run, "final", wait=True)
     export(run)
     report = run.metrics.report(

@@ -1,13 +1,15 @@
 """Watching a run's health: parameters that do not move, ranks that lag, and, when it ends badly, why.
 
-Everything here only looks, and nothing changes the run. It is handed tensors, callables and numbers, and returns sentences for a person, or None.
+Everything here only looks, and nothing changes the run. It is handed tensors, callables and numbers, and returns
+sentences for a person, or None.
 
     movement = Movement(model.named_parameters())        # before the first update of a launch
     each of its first 20 steps, before the update:  movement.saw_gradients()
     after 20 updates:                               for line in movement.report(agree.gather): log(line)
     straggler(agree.gather({"host": host, "data": seconds, "tflops": rate}), step_seconds)      on logged steps
     Watcher(run) does all of it in the loop, beside selftest.FirstStepProof
-    box = BlackBox(out_dir); box.record(step=…, loss=…, samples=[first, end]) each step; box.dump(reason, norms=…) before giving up
+    box = BlackBox(out_dir); box.record(step=…, loss=…, samples=[first, end]) each step
+    box.dump(reason, norms=…)                       before giving up
 """
 
 import math

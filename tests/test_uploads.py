@@ -361,6 +361,7 @@ def test_what_was_never_published_does_not_hide_what_another_machine_did(tmp_pat
     save(a, 91)
     a.close(timeout=10)
     assert [step_of(n) for n in uploads.published(hub, a.run_id)] == [91]
+    assert {step_of(prefix) for prefix in a.uploads.receipts} == {1, 91}, "nor 2 or 3 for a while"
     again, _ = open_folder(folders[0], publisher=hub, keep=1)
     assert step_of(again.newest()) == 91, "the newest by its number again"
     again.close()
