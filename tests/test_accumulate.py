@@ -41,7 +41,7 @@ def gradients(rank, world, every: bool, shard: int | None):
 
 @pytest.mark.parametrize(
     "world, every, shard",
-    [(2, True, None), (2, False, None), (4, True, 2), (4, False, 2)],
+    [(2, True, None), (2, False, None), pytest.param(4, True, 2, marks=pytest.mark.slow), (4, False, 2)],
 )
 def test_gradients_do_not_depend_on_when_they_are_reduced(world, every, shard):
     """The micro-batches are the same eight of two rows: sums of the same bf16 gradients in another order, in fp32.

@@ -132,6 +132,7 @@ def compare(cases: dict, tolerance: float):
     assert not bad
 
 
+@pytest.mark.slow
 def test_parameters_and_states_are_exact_and_peak_memory_within_a_fifth():
     compare(TRACKED, 0.2)
 

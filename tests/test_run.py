@@ -314,7 +314,7 @@ data.Stream.draw = draw
 """
 
 
-@pytest.mark.parametrize("ranks, bad", [(0, 0), (2, 1)])
+@pytest.mark.parametrize("ranks, bad", [(0, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_data_error_in_a_step_loses_none_of_the_steps_before(world, uninterrupted, ranks, bad):
     """All ranks are healthy and agree: the state is saved, without the batch that the other rank has drawn already."""
     out = f"bad-row-{ranks}"
@@ -369,6 +369,7 @@ def test_seed_8x_config_names_everything_this_machine_lacks(world):
     assert not os.path.exists(folder / "out")
 
 
+@pytest.mark.slow
 def test_a_broken_compiler_is_one_line_that_names_the_setting(world):
     folder, environ = world
     output = train(
