@@ -75,8 +75,8 @@ from uploads import (
     owner_on_hub,
     patiently,
     published,
-    serial,
-    step,
+    serial_of,
+    step_of,
 )
 
 __all__ = [  # what other files use, this file's and sealed.py's
@@ -173,7 +173,7 @@ class Checkpoints:
             if name in ("run.json.tmp", "published.json.tmp"):
                 os.unlink(path)
             if NAME.search(name):  # also of damaged and of other runs': a serial number is never used twice
-                self.serial = max(self.serial, serial(name))
+                self.serial = max(self.serial, serial_of(name))
 
     def _owner(self, record: str) -> tuple[str | None, list[str]]:
         """(the run that the folder belongs to, or None; the runs that were there before it)."""
@@ -455,8 +455,8 @@ class Checkpoints:
         if self.publisher is not None:
             there, ahead, silent = patiently(self._ask_hub, self.agree)
         # What another machine has trained beyond the steps here, then the newest first. Of two alike, the one here.
-        found = [(n in ahead, serial(n), False, n) for n in there] + [
-            (False, serial(n), True, n) for n in here
+        found = [(n in ahead, serial_of(n), False, n) for n in there] + [
+            (False, serial_of(n), True, n) for n in here
         ]
         for _, _, local, name in sorted(found, reverse=True):
             path = os.path.join(self.folder, name)
@@ -540,10 +540,12 @@ class Checkpoints:
             names = published(self.publisher, self.run_id)
         except OSError as e:
             return [], [], str(e)
-        self.serial = max([self.serial, *map(serial, names)])
-        last = max((step(n) for n, m in self._manifests().items() if m["run_id"] == self.run_id), default=-1)
+        self.serial = max([self.serial, *map(serial_of, names)])
+        last = max(
+            (step_of(n) for n, m in self._manifests().items() if m["run_id"] == self.run_id), default=-1
+        )
         foreign = [n for n in names if f"{self.run_id}/{n}" not in self.uploads.receipts]
-        return names, [n for n in foreign if step(n) > last], ""
+        return names, [n for n in foreign if step_of(n) > last], ""
 
     def _fetch(self, name: str, damaged: list) -> str | None:
         """Rank 0: a checkpoint of this run on the Hub, downloaded and intact; its folder, or None where it is damaged."""

@@ -324,11 +324,11 @@ class Stream:
         world = self.agree.world
         if n < 1 or n % world:
             raise DataError(f"a batch of {n} sequences is not a multiple of {world} ranks")
-        self.before = before = (self.g, [(c.epoch, c.shard, c.pos) for c in self.cursors])
+        self.before = self.place()
         try:
             return self.draw(n, self.agree.rank * n // world, (self.agree.rank + 1) * n // world)
         except BaseException:
-            self.rewind(before)
+            self.rewind(self.before)
             raise
 
     @way_past()
@@ -347,7 +347,11 @@ class Stream:
         ids = list(range(self.g - n + low, self.g - n + high))
         return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(domain), ids)
 
-    def rewind(self, before):
+    def place(self) -> tuple:
+        """Where the stream stands, for `rewind`."""
+        return self.g, [(c.epoch, c.shard, c.pos) for c in self.cursors]
+
+    def rewind(self, before: tuple):
         self.g = before[0]
         for cursor, place in zip(self.cursors, before[1], strict=True):
             cursor.epoch, cursor.shard, cursor.pos = place
@@ -576,7 +580,7 @@ def bigram_baseline(stream: Stream, tokens: float = 4e6, rows_per_domain: int = 
     if V > 4096:
         raise DataError(f"a bigram table of {V} x {V} is too large: the baseline is for byte vocabularies")
     counts = np.ones((V, V))
-    before = (stream.g, [(c.epoch, c.shard, c.pos) for c in stream.cursors])
+    before = stream.place()
     for _ in range(max(1, math.ceil(tokens / (64 * stream.T)))):
         batch = stream.draw(64, 0, 64)
         x, y = batch.x.numpy().ravel(), batch.y.numpy().ravel()

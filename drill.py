@@ -74,7 +74,7 @@ def drill(run, loop, evaluate, save, resume, export) -> dict:
 
 def clear(run):
     """Free the disk for the real run; status.json and the metrics stay. A drill that failed keeps all, to be looked at."""
-    folders = [run.checkpoints.folder, os.path.join(run.settings.out_dir, "export")]
+    folders = [run.checkpoints.folder, run.export_folder]
     if run.agree.rank == 0:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)

@@ -35,15 +35,15 @@ def load_or_exit(load, argv: list[str]):
     try:
         settings = load(argv)
     except Exception as e:
-        end_early(e, debug=any(a.startswith("--debug") for a in argv))
+        end_early(e, argv)
     setup_environment(settings)
     return settings
 
 
-def end_early(error: BaseException, debug: bool):
+def end_early(error: BaseException, argv: list[str]):
     """End before there is a control plane. Under torchrun the first to end has the others stopped: one line a node."""
     time.sleep(1 if int(os.environ.get("LOCAL_RANK", 0)) else 0)
-    if debug or os.environ.get("NOVA_DEBUG") == "1":
+    if {"--debug", "--debug=true", "--debug=1"} & set(argv) or os.environ.get("NOVA_DEBUG") == "1":
         traceback.print_exception(error)
     print(f"[nova] {describe(error)}", file=sys.stderr, flush=True)
     os._exit(exit_code_of(error))
@@ -192,7 +192,7 @@ def run_main(main):
     except BaseException as e:
         error = e
     if CURRENT is None:
-        end_early(error, debug=any(a.startswith("--debug") for a in sys.argv))
+        end_early(error, sys.argv)
     if CURRENT.settings.debug:
         traceback.print_exception(error)
     if isinstance(error, Stopped):

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     entry.prepare(lost="going on without it, the numbers are in metrics.jsonl")
 
 import startup
-from settings import Settings, SettingsError, changes, load_settings, refuse_changes
+from settings import MATH, ROUNDING, Settings, SettingsError, changes, load_settings, refuse_changes
 
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
@@ -87,6 +87,10 @@ class Run:
     bad_in_a_row: int = 0  # non-finite steps
     receipts: list = dataclasses.field(default_factory=list)  # of this launch's finished saves
     grace: float | None = None  # seconds from a signal to torchrun's kill; None: unlimited, or warned about
+
+    @property
+    def export_folder(self) -> str:
+        return os.path.join(self.settings.out_dir, "export")
 
 
 def train(settings: Settings) -> dict:
@@ -280,11 +284,13 @@ def resume(run: Run, saved: dict | None, path: str | None):
         run.metrics.tokens = saved["metrics"]["tokens"]
     else:
         run.metrics.load_state(saved["metrics"], path)
-    exact = own_loaded and saved["world"] == run.agree.world and "rounding" not in run.changed
+    exact = own_loaded and saved["world"] == run.agree.world and ROUNDING not in run.changed
     exact = exact and (run.device.type == "cpu" or run.settings.deterministic)
     how = "bit-exact" if exact else "to rounding"
-    if saved["code"] != selftest.code_digest() or "math" in run.changed:
-        how = "with changed " + ("settings" if "math" in run.changed else "code")
+    if saved["code"] != selftest.code_digest():
+        how = "with changed code"
+    if MATH in run.changed:
+        how = "with changed settings"
     if "data" in run.settings.allow_change:
         how = "with the data that there is now"
     run.log(f"[resume] step {run.step} of {path}, saved by {saved['world']} ranks: goes on {how}")
@@ -313,11 +319,10 @@ def complete(run: Run) -> bool:
 
 def published(run: Run, seconds: float = UPLOAD_SECONDS) -> dict:
     """Wait so long for the uploads, of an earlier launch too. -> facts for status.json"""
-    folder = os.path.join(run.settings.out_dir, "export")
-    run.checkpoints.publish(folder, "")
+    run.checkpoints.publish(run.export_folder, "")
     left = run.checkpoints.close(seconds, lambda: run.agree.signals.name is not None)
     run.metrics.close()
-    return {"step": run.step, "export": folder, "unpublished": left}
+    return {"step": run.step, "export": run.export_folder, "unpublished": left}
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------
@@ -551,7 +556,7 @@ def collect_saves(run: Run):
 
 def finish(run: Run) -> dict:
     """Final evaluation, save, export, report."""
-    s, folder = run.settings, os.path.join(run.settings.out_dir, "export")
+    s = run.settings
     evaluate(run, s.final_eval_rows, final=True)
     print_sample(run)
     # else a finished run whose folder was lost: its state is this one
@@ -572,26 +577,23 @@ def finish(run: Run) -> dict:
         f"a save held training up for {pause:.2f} s: save_minutes={minutes:.2g} loses least at a failure a day"
     )
     complete_export(run)
-    run.log(f"the weights are in {folder}; talk to them: python sample.py {s.out_dir}")
+    run.log(f"the weights are in {run.export_folder}; talk to them: python sample.py {s.out_dir}")
     return published(run, upload_patience(run, None, time.monotonic())) | {"val_loss": report["val_loss"]}
 
 
 def complete_export(run: Run):
     """What an export holds besides weights and config: again at each launch, since a kill may have come between."""
-    folder = os.path.join(run.settings.out_dir, "export")
-    if run.agree.rank == 0 and os.path.isdir(folder):  # nobody moved it away
-        shutil.copy(os.path.join(run.settings.out_dir, "report.json"), folder)
+    if run.agree.rank == 0 and os.path.isdir(run.export_folder):  # nobody moved it away
+        shutil.copy(os.path.join(run.settings.out_dir, "report.json"), run.export_folder)
         if run.stream.tokenizer.path:
-            shutil.copy(run.stream.tokenizer.path, os.path.join(folder, "tokenizer.json"))
+            shutil.copy(run.stream.tokenizer.path, os.path.join(run.export_folder, "tokenizer.json"))
 
 
-def export(run: Run) -> str:
-    """Write the weights as they are now; the folder."""
+def export(run: Run):
+    """Write the weights as they are now."""
     run.agree.tick("export", run.settings.init_timeout)
-    folder = os.path.join(run.settings.out_dir, "export")
     parameters = {name: p.detach() for name, p in run.model.named_parameters()}
-    checkpoint.export(folder, parameters, export_config(run), run.agree)
-    return folder
+    checkpoint.export(run.export_folder, parameters, export_config(run), run.agree)
 
 
 def export_config(run: Run) -> dict:

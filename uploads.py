@@ -13,19 +13,20 @@ import time
 from sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
 
 ROTATED = ("latest", "best", "milestone")  # kinds of which the newest few are kept; `final` is never deleted
+PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 SLACK = 2  # local checkpoints of a kind kept beyond `keep` while the Hub has none of them yet
 
 
 def by_serial(names) -> list[str]:
     """The names of checkpoints among `names`, oldest save first."""
-    return sorted((n for n in names if NAME.fullmatch(n)), key=serial)
+    return sorted((n for n in names if NAME.fullmatch(n)), key=serial_of)
 
 
-def step(name: str) -> int:
+def step_of(name: str) -> int:
     return int(NAME.search(name)[1])
 
 
-def serial(name: str) -> int:
+def serial_of(name: str) -> int:
     """The number of the save in its run."""
     return int(NAME.search(name)[3])
 
@@ -34,9 +35,6 @@ def published(publisher, run_id: str) -> list[str]:
     """Names of the run's checkpoints on the Hub that have a manifest, oldest first."""
     found = publisher.list(run_id)
     return by_serial(path.split("/")[1] for path in found if path.endswith("/manifest.json"))
-
-
-PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
 
 
 def patiently(function, agree, stop=lambda: False, stopped=None):

@@ -10,6 +10,7 @@ sentences for a person, or None.
     Watcher(run) does all of it in the loop, beside selftest.FirstStepProof
     box = BlackBox(out_dir); box.record(step=…, loss=…, samples=[first, end]) each step
     box.dump(reason, norms=…)                       before giving up
+    with explained_memory(run): …                   out of memory in here names the settings
 """
 
 import math
