@@ -6,6 +6,7 @@ One checkpoint is one folder, the same for 1 GPU and for 64:
         tensors/rank-0000R.safetensors             what any world size can load: each rank its part, as planned by DCP
         own/rank-0000R.safetensors                 what only the same world size and layout can load (8-bit codes)
         state.json                                 everything that is not a tensor
+        metrics.jsonl                              the run's rows so far, for a machine that has nothing else
         manifest.json                              run, step, parent, and size and sha256 of every file; written last
 
 The ideas:

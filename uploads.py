@@ -1,6 +1,7 @@
 """Checkpoints go to the Hub behind the run: a queue and a thread on rank 0, which training never waits for.
 
-The client and its retries are in hub.py; the publisher is handed in.
+And at a start the other way: which run is there, what of it is newer than what is here, the download. The client and
+its retries are in hub.py; the publisher is handed in.
 """
 
 import json

@@ -67,9 +67,21 @@ def command(folder, out, *arguments, ranks=0):
     return [*launcher, script, str(folder / "tiny.py"), f"--out_dir={folder / out}", *arguments]
 
 
+def to_the_end(words, environ, folder, deadline) -> tuple[str, int]:
+    """(output, exit code). The child has its own process group, which is ended with it: a launcher's ranks as well."""
+    child = subprocess.Popen(
+        words, env=environ, text=True, cwd=folder, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        return child.communicate(timeout=deadline)[0], child.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        pytest.fail(f"no end within {deadline} s:\n{child.communicate()[0][-3000:]}")
+
+
 def train(world, out, *arguments, ranks=0, expect=0, deadline=150, inject=""):
-    """Run to the end; the output. The child has its own process group, which is ended with it. `inject`: code that each
-    process runs before the script."""
+    """Run to the end; the output. `inject`: code that each process runs before the script."""
     folder, environ = world
     words, script = command(folder, out, *arguments, ranks=ranks), os.path.join(ROOT, "train_nova.py")
     if inject:
@@ -78,16 +90,8 @@ def train(world, out, *arguments, ranks=0, expect=0, deadline=150, inject=""):
             "runpy.run_path(sys.argv[0], run_name='__main__')\n"
         )
         words[words.index(script)] = str(folder / f"{out}.py")
-    child = subprocess.Popen(
-        words, env=environ, text=True, cwd=folder, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = child.communicate(timeout=deadline)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        pytest.fail(f"no end within {deadline} s:\n{child.communicate()[0][-3000:]}")
-    assert child.returncode == expect, output[-4000:]
+    output, code = to_the_end(words, environ, folder, deadline)
+    assert code == expect, output[-4000:]
     return output
 
 
@@ -396,11 +400,9 @@ def test_each_config_file_runs_when_shrunk(world, name):
         arguments.append("--shard_size=2")
         ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     script, config = os.path.join(ROOT, "train_nova.py"), os.path.join(ROOT, "config", f"{name}.py")
-    child = subprocess.run(
-        [sys.executable, *ranks, script, config, f"--out_dir={folder / name}", *arguments], env=environ, text=True,
-        capture_output=True, timeout=200,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-2000:]
+    words = [sys.executable, *ranks, script, config, f"--out_dir={folder / name}", *arguments]
+    output, code = to_the_end(words, environ, folder, 200)
+    assert code == 0, output[-4000:]
     assert json.loads((folder / name / "report.json").read_text())["step"] == 4
 
 
@@ -497,18 +499,16 @@ def test_gpus_go_through_the_whole_cycle(world, deterministic):
         world[0], f"gpu{deterministic}", *arguments, f"--deterministic={deterministic}", ranks=ranks
     )
     environ = {k: v for k, v in world[1].items() if k != "CUDA_VISIBLE_DEVICES"}
-    child = subprocess.run(words, env=environ, text=True, capture_output=True, cwd=world[0], timeout=900)
-    assert child.returncode == 0 and "drill passed" in child.stdout, (child.stdout + child.stderr)[-5000:]
+    output, code = to_the_end(words, environ, world[0], 900)
+    assert code == 0 and "drill passed" in output, output[-5000:]
 
 
 @pytest.mark.slow
 def test_a_save_longer_than_the_launchers_grace_is_pointed_out(world):
     words = command(world[0], "grace", "--total_steps=6", ranks=1)
     words.insert(4, "--shutdown-timeout=0")
-    child = subprocess.run(words, env=world[1], text=True, capture_output=True, cwd=world[0], timeout=100)
-    assert child.returncode == 0 and child.stdout.count("--shutdown-timeout=60") == 1, (
-        child.stdout + child.stderr
-    )
+    output, code = to_the_end(words, world[1], world[0], 100)
+    assert code == 0 and output.count("--shutdown-timeout=60") == 1, output
 
 
 @pytest.mark.slow
