@@ -15,7 +15,7 @@ first shards are. Every bad input is a `DataError` that names the file, the row,
     python data.py inspect DIR                                          what is in there
 """
 
-import entry
+from launch import entry
 
 if __name__ == "__main__":
     entry.prepare()
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shards import (
+from text import (
     DataError,
     FolderSource,
     Shard,
@@ -545,7 +545,7 @@ def open_source(settings, agree, log):
         raise settings.error("data", 'say where the text is: "python", a folder, or a Hub dataset repo')
     folder = os.path.expanduser(where)
     if where == "python":
-        import corpus
+        from text import corpus
 
         return FolderSource(corpus.python_corpus(os.path.expanduser(settings.cache_dir), agree, log))
     if os.path.isdir(folder):
@@ -596,6 +596,6 @@ def bigram_baseline(stream: Stream, tokens: float = 4e6, rows_per_domain: int = 
 
 
 if __name__ == "__main__":
-    import pack
+    from text import pack
 
     sys.exit(pack.main(sys.argv[1:]))

@@ -11,8 +11,8 @@ import os
 import shutil
 import time
 
-import checkpoint
-import startup
+from launch import startup
+from store import checkpoint
 
 STEPS = 4  # before the save; two more are done twice, before and after the load
 

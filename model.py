@@ -16,7 +16,7 @@ ffn(x) = down(silu(gate(x)) * up(x)). Names and sizes are those of the first Nov
 
 Precision: parameters are fp32 masters. FSDP2's policy hands bf16 copies to the blocks, so the residual stream, the
 matmuls and the norms' outputs are bf16; the norms' sums, the rotation, softmax, soft-cap and cross-entropy are fp32 (a
-CPU rounds scores and probabilities to bf16 between its products: backends.BlockAttention). A model that is not sharded
+CPU rounds scores and probabilities to bf16 between its products: kernels/cpu.py). A model that is not sharded
 (sample.py, tests) computes in whatever dtype its parameters have.
 
 `build_model` applies everything in the one order that works: meta -> fp8 -> checkpointing and compile per block ->
@@ -40,7 +40,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from backends import (
+from kernels import (
     BlockAttention,
     ModelError,
     bad,

@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from adamw8bit import AdamW8bit
+from kernels import AdamW8bit, Layout, MuonError, exchange, local, pack, unpack, zeros_like
 from settings import Settings
-from sharded import Layout, MuonError, exchange, local, pack, unpack, zeros_like
 
 # Five quintics, each the best for the interval that the one before it leaves; all but the last carry the paper's safety
 # factor 1.02, which is why the norm below does too. Against KELLER_JORDAN: the same FLOPs, singular values in

@@ -14,7 +14,7 @@ ends inside the warm-up; the last lines name the setting to change.
 Bytes are bytes (GB = 1e9), memory is per GPU, times are seconds. FLOPs count forward and backward.
 """
 
-import entry
+from launch import entry
 
 if __name__ == "__main__":
     entry.prepare()
@@ -26,33 +26,13 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from kernels import BLOCK, GPUS, Gpu, host_memory
 from settings import SettingsError, load_settings
 
 GB = 1e9
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A device's data sheet: dense peaks in FLOP/s, bytes, bytes/s."""
-
-    name: str
-    bf16: float
-    fp8: float | None
-    memory: float
-    bandwidth: float
-    link: float  # bytes/s per GPU that collectives reach inside a node
-    net: float = 40e9  # the same between nodes: 400 Gbit/s per GPU at 0.8
-
-
-GPUS = {
-    "h200": Gpu("H200 SXM", 989e12, 1979e12, 150.1e9, 4.8e12, 360e9),
-    "h100": Gpu("H100 SXM", 989e12, 1979e12, 85.0e9, 3.35e12, 360e9),
-    "b200": Gpu("B200", 2250e12, 4500e12, 192.0e9, 8.0e12, 720e9),
-    "a100": Gpu("A100 80GB SXM", 312e12, None, 85.0e9, 2.0e12, 240e9, 20e9),
-    "cpu": Gpu("CPU core", 0.15e12, None, 0.0, 10e9, 2e9, 1e9),  # memory: this machine's
-}
-
-# Achieved shares of the peaks: assumptions, calibrated on published runs, to be replaced by `bench.py --gpu`.
+# Achieved shares of the peaks: assumptions, calibrated on published runs, to be replaced by `python -m bench --gpu`.
 ACHIEVED = {"bf16": 0.60, "fp8": 0.45, "attention": 0.30, "muon": 0.60, "bandwidth": 0.75}
 # Rate of the blocks' matmuls against tensorwise, which ACHIEVED["fp8"] is calibrated on (torchtitan, 8B, H200: 10,938
 # tokens/s/GPU). torchao's 8B on H100s ran rowwise at 0.88 of tensorwise, the whole step.
@@ -212,7 +192,7 @@ def orthogonalize_flops(rows: int, columns: int, iterations: int = 5) -> float:
 # Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden). All but
 # one row are exact counts of model.py's block (tests: what autograd, or the compiler's partitioner, saves). "cuda eager"
 # is counted by hand: a GPU's RMSNorm is one kernel and keeps its bf16 input instead of fp32 copies. A CPU's attention
-# keeps its probabilities besides (backends.BlockAttention).
+# keeps its probabilities besides (kernels/cpu.py).
 SAVED = {
     "cuda compiled": {"standard": (18, 6, 6), "diff": (20, 8, 6), "diff_v2": (24, 6, 6)},
     "cuda eager": {"standard": (22, 8, 8), "diff": (28, 10, 8), "diff_v2": (30, 8, 8)},
@@ -222,7 +202,6 @@ SAVED = {
     "cpu selective": {"standard": (8, 4, 0), "diff": (8, 4, 0), "diff_v2": (10, 4, 0)},
     "full": {"standard": (2, 0, 0), "diff": (2, 0, 0), "diff_v2": (2, 0, 0)},
 }
-BLOCK = 64  # backends.BLOCK, which costs an import of torch
 ROOT_SAVED = 6  # the same for the embedding and the norm before the head, times d_model
 
 
@@ -378,22 +357,6 @@ def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: i
     }
 
 
-# of a container: v2, v1
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def host_memory() -> float:
-    """Bytes that the processes of this machine, or of this container, may use."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in LIMITS:
-        try:
-            with open(path, encoding="utf-8") as f:
-                limits.append(int(f.read()))
-        except (OSError, ValueError):  # another version's, or "max"
-            pass
-    return float(min(limits))
-
-
 def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     """The plan of `settings` on `gpus` devices of one kind. Raises SettingsError where the batch does not divide."""
     from model import count_params
@@ -522,7 +485,7 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
     if s.use_fp8 == "auto" and result.facts["fp8"] and s.fp8_recipe == "rowwise":
         warn(
             "fp8_recipe=rowwise gained 10 % on a published 8B (25 % there needed tensorwise and float8 all-gather, not used "
-            "here): measure with bench.py --gpu"
+            "here): measure with python -m bench --gpu"
         )
     if result.facts["fp8"] and not result.facts["compile"]:
         warn("fp8 without compile is slower than bf16: use_compile=True, or use_fp8=off")
@@ -546,7 +509,7 @@ def hours(value: float) -> str:
 
 def overlay(folders: list[str]) -> int:
     """curves.png: the loss curves of several runs."""
-    import metrics
+    from track import metrics
 
     curves = {}
     for folder in folders:

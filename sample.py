@@ -3,7 +3,7 @@
 Reads the exported weights of a run, or its newest checkpoint, or an export folder. The same seed gives the same text.
 """
 
-import entry
+from launch import entry
 
 if __name__ == "__main__":
     entry.prepare()
@@ -75,10 +75,10 @@ def generate(
 
 def load(path: str):
     """(model in evaluation mode, settings, tokenizer) from a run folder, an export, or a checkpoint folder."""
-    import checkpoint
     import data
     from model import Nova
     from settings import FIELDS, Settings
+    from store import checkpoint
 
     for folder in (path, os.path.join(path, "export")):
         if os.path.exists(os.path.join(folder, "config.json")):

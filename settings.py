@@ -30,7 +30,7 @@ MODEL, MATH, ROUNDING, FREE = "model", "math", "rounding", "free"
 class SettingsError(ValueError):
     """A setting that is unknown, of the wrong type, or in contradiction with another."""
 
-    exit_code = 64  # see startup.py: every error of Nova carries the exit code that it ends the run with
+    exit_code = 64  # every error of Nova carries the exit code that it ends the run with
 
 
 def setting(default, help: str, kind: str = FREE):

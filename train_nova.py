@@ -16,12 +16,12 @@ Three rules hold the loop together:
 
 import sys
 
-import entry
+from launch import entry
 
 if __name__ == "__main__":
     entry.prepare(lost="going on without it, the numbers are in metrics.jsonl")
 
-import startup
+from launch import startup
 from settings import MATH, ROUNDING, Settings, SettingsError, changes, load_settings, refuse_changes
 
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
@@ -40,18 +40,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-import checkpoint
 import data
 import drill
-import metrics
 import model
 import muon
 import plan
 import sample
 import schedule
-import selftest
-import uploads
-import watch
+from launch import proof
+from store import checkpoint, uploads
+from track import health, metrics
 
 # A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
 UPLOAD_SECONDS = 4 * 3600
@@ -104,7 +102,7 @@ def train(settings: Settings) -> dict:
     run = start_up(Run(settings, agree, log, agree.device, grace=startup.grace_seconds()), launched)
     if complete(run):
         return published(run)
-    with watch.explained_memory(run):
+    with health.explained_memory(run):
         if settings.drill:
             return drill.drill(run, loop, evaluate, save, resume, export)
         stop = loop(run, settings.stop_at)
@@ -159,16 +157,16 @@ def start_up(run: Run, launched: float) -> Run:
     """All stages up to the first step. A failing or hanging rank ends all ranks, and is named."""
     s, agree, log = run.settings, run.agree, run.log
     with agree.stage("environment"):
-        selftest.check_versions(agree, s, log)
+        proof.check_versions(agree, s, log)
     with agree.stage("device"):
-        selftest.check_device(agree, log)
-        selftest.check_links(agree, s, log)
+        proof.check_device(agree, log)
+        proof.check_links(agree, s, log)
     with agree.stage("collectives"):
         mesh = startup.make_mesh(s, agree.world, run.device)
         # a mesh's groups come with torch's own limit, 10 minutes of NCCL
         agree.limit_collectives(s.init_timeout)
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
-        selftest.check_collectives(agree, run.device, groups, log)
+        proof.check_collectives(agree, run.device, groups, log)
     with agree.stage("settings"):
         s.grad_accum(agree.world)  # an error if the batch does not divide
         run.asked = s.as_dict()
@@ -179,7 +177,7 @@ def start_up(run: Run, launched: float) -> Run:
     with agree.stage("data"):
         run.stream = data.open_stream(s, agree, log, saved and saved["data"])
         s.vocab_size = run.stream.vocab_size
-        selftest.check_equal(agree, "the vocabulary", s.digest())
+        proof.check_equal(agree, "the vocabulary", s.digest())
         run.metrics = metrics.Metrics(
             s, s.out_dir, agree.world, run.device, lambda ctx: model.flops_per_token(s, ctx), log,
             main=agree.rank == 0, launched=launched, run_id=run.checkpoints.run_id,
@@ -192,14 +190,14 @@ def start_up(run: Run, launched: float) -> Run:
             log(line)
         files = planned.files if planned else {"checkpoint": 0, "weights": 0}
         room = run.checkpoints.room(files["checkpoint"]) + int(files["weights"])
-        selftest.check_storage(agree, s.out_dir, room, log)
-    with agree.stage("model"), watch.explained_memory(run):
+        proof.check_storage(agree, s.out_dir, room, log)
+    with agree.stage("model"), health.explained_memory(run):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
-        selftest.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
-    with agree.stage("optimizers"), watch.explained_memory(run):
+        proof.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
+    with agree.stage("optimizers"), health.explained_memory(run):
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
-    with agree.stage("compile", s.init_timeout), watch.explained_memory(run):
+    with agree.stage("compile", s.init_timeout), health.explained_memory(run):
         if run.model.compiled:
             model.compile_shapes(run.model, schedule.contexts(s), run.device)
         run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
@@ -287,7 +285,7 @@ def resume(run: Run, saved: dict | None, path: str | None):
     exact = own_loaded and saved["world"] == run.agree.world and ROUNDING not in run.changed
     exact = exact and (run.device.type == "cpu" or run.settings.deterministic)
     how = "bit-exact" if exact else "to rounding"
-    if saved["code"] != selftest.code_digest():
+    if saved["code"] != proof.code_digest():
         how = "with changed code"
     if MATH in run.changed:
         how = "with changed settings"
@@ -332,7 +330,7 @@ def loop(run: Run, stop_at: int | None) -> str | None:
     """Train to the horizon's end (which agreed events may move) or to step `stop_at`. None at the end, or why it stopped."""
     s, agree, stream = run.settings, run.agree, run.stream
     timer, meter = metrics.StepTimer(run.device), metrics.LossMeter(stream.domains, run.device)
-    watcher, stop = watch.Watcher(run), None
+    watcher, stop = health.Watcher(run), None
     run.model.train()
     while run.step < min(stop_at or run.horizon.end_step, run.horizon.end_step) and not stop:
         agree.tick(f"step {run.step + 1}", s.init_timeout if watcher.proof else s.step_timeout)
@@ -430,7 +428,7 @@ def accumulate(run: Run, batch: data.Batch, meter: metrics.LossMeter):
 
 def update(run: Run, loss: float, grad_norm: float) -> bool:
     """The optimizer step. A non-finite loss or norm, which all ranks see alike, skips it; too many in a row end the run."""
-    bad = watch.is_bad(loss, grad_norm)
+    bad = health.is_bad(loss, grad_norm)
     run.bad_in_a_row = run.bad_in_a_row + 1 if bad else 0
     if not bad:
         for optimizer in run.optimizers:
@@ -442,7 +440,7 @@ def update(run: Run, loss: float, grad_norm: float) -> bool:
             f"step {run.step + 1}: loss {loss}, grad_norm {grad_norm}: update skipped ({run.bad_in_a_row} in a row)"
         )
         if run.bad_in_a_row >= run.settings.max_bad_steps:
-            raise watch.Diverged(
+            raise health.Diverged(
                 f"{run.bad_in_a_row} non-finite steps in a row up to step {run.step + 1}: lower muon_lr and lr, or look at "
                 f"the data of samples {run.step * run.settings.sequences_per_step} and following"
             )
@@ -523,7 +521,7 @@ def save(run: Run, kind: str, wait: bool = False):
         "metrics": run.metrics.state(),
         "settings": run.asked,
         "chosen": run.chosen,
-        "code": selftest.code_digest(),
+        "code": proof.code_digest(),
         "config": export_config(run),
     }
     run.checkpoints.save(run.step, kind, *tensors(run), state, wait)

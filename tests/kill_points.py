@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from checkpoint_tools import all_bits, digest_of, open_folder, state_for  # noqa: E402
 
-import checkpoint  # noqa: E402
+from store import checkpoint  # noqa: E402
 
 REAL_OPEN = io.open
 COUNTER = {"now": 0, "kill": None}

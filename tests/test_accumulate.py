@@ -10,10 +10,10 @@ from conftest import tiny_settings
 from workers import run
 
 import data
-import metrics
 import model
-import startup
 import train_nova
+from launch import startup
+from track import metrics
 
 
 def gradients(rank, world, every: bool, shard: int | None):

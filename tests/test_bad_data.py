@@ -21,7 +21,7 @@ import pytest
 from corpora import Crew, dataset, rows, settings, write
 
 import data
-import pack
+from text import pack
 
 CASES = {}
 SHARD = "data/code/001.npy"

@@ -13,11 +13,11 @@ import reference
 import torch
 import workers
 
-import bench
-import bench_gpu
-import bench_tools
 import model
-import peers
+from bench import __main__ as bench
+from bench import gpu as bench_gpu
+from bench import peers
+from bench import tools as bench_tools
 
 
 def count(module):

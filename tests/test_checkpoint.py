@@ -34,10 +34,9 @@ from checkpoint_tools import (
 from conftest import ROOT, tiny_settings
 from workers import Rank, run
 
-import checkpoint
 import settings
-import uploads
-from checkpoint import CheckpointError
+from store import checkpoint, uploads
+from store.checkpoint import CheckpointError
 
 # --- what is saved is loaded ---------------------------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ def test_every_file_opens_without_torch_and_holds_the_values(tmp_path):
 
 def test_sources_never_touch_pickle():
     """The checkpoint files neither unpickle nor write what only an unpickler reads."""
-    for file in ("checkpoint.py", "sealed.py", "uploads.py", "sample.py"):
+    for file in ("store/checkpoint.py", "store/sealed.py", "store/uploads.py", "sample.py"):
         with open(os.path.join(ROOT, file), encoding="utf-8") as f:
             text = f.read()
         assert not re.search(

@@ -20,9 +20,8 @@ from checkpoint_tools import (
 )
 from workers import run
 
-import checkpoint
-import sealed
-from checkpoint import CheckpointError
+from store import checkpoint, sealed
+from store.checkpoint import CheckpointError
 
 
 @pytest.mark.parametrize(

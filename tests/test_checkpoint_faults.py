@@ -15,8 +15,7 @@ from checkpoint_tools import all_bits, digest_of, open_folder, state_for
 from conftest import ROOT
 from workers import run
 
-import checkpoint
-import sealed
+from store import checkpoint, sealed
 
 TESTS = os.path.join(ROOT, "tests")
 

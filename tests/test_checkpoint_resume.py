@@ -11,9 +11,9 @@ from conftest import tiny_settings
 from torch.distributed.device_mesh import init_device_mesh
 from workers import run
 
-import checkpoint
 import model
 import muon
+from store import checkpoint
 
 SLOW, DRILL = pytest.mark.slow, pytest.mark.drill
 CASES = {  # settings; all with weights, momentum, AdamW state and random state in the checkpoint

@@ -16,7 +16,7 @@ import torch
 from corpora import Crew, dataset, rows, settings, write
 
 import data
-import shards
+from text import shards
 
 WORLDS = (1, 2, 3, 4, 8)
 

@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from launch import TORCHRUN, Launch, alive
+from launches import TORCHRUN, Launch, alive
 from workers import ROOT
 
 SLACK = 5.0  # seconds
@@ -215,7 +215,7 @@ def test_a_save_longer_than_the_grace_period_needs_shutdown_timeout(tmp_path):
 LOOP = """
 out={out}
 while ! {launch}; do
-    {python} startup.py again "$out" || break
+    {python} -m launch again "$out" || break
 done
 """
 
@@ -237,7 +237,7 @@ def supervise(tmp_path, script: str, seconds: float = 120):
 MINIATURE = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-import failures
+from launch import failures
 open({folder!r} + "/starts", "a").write("x")
 n = len(open({folder!r} + "/starts").read()) - 1
 endings = {endings!r}
@@ -294,7 +294,7 @@ def test_a_mistake_in_the_settings_is_one_line_and_64(tmp_path):
     """No traceback, no torch loaded, exit code 64."""
     script = tmp_path / "run.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {ROOT!r})\nimport startup, settings\n"
+        f"import sys; sys.path.insert(0, {ROOT!r})\nfrom launch import startup; import settings\n"
         "startup.load_or_exit(settings.load_settings, ['--d_modle=3'])"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)

@@ -51,15 +51,15 @@ def status(out) -> dict:
 
 def test_a_python_without_torch_and_an_old_one_are_told_what_to_do(tmp_path):
     bare = (sys.executable, "-S")  # no site-packages
-    for script in ("train_nova.py", "plan.py", "data.py", "sample.py", "bench.py"):
-        text = run(script, code=71, python=bare)
+    for script in (["train_nova.py"], ["plan.py"], ["data.py"], ["sample.py"], ["-m", "bench"]):
+        text = run(*script, code=71, python=bare)
         assert "torch" in text and ".venv" in text and text.count("\n") == 1, text
-    old = "import sys; sys.version_info = (3, 8); import entry; entry.prepare()"
+    old = "import sys; sys.version_info = (3, 8); from launch import entry; entry.prepare()"
     assert "needs Python 3.11 or newer" in run("-c", old, code=71)
 
 
 def test_a_console_that_cannot_take_a_character_or_is_gone_does_not_end_the_work(tmp_path):
-    said = "import entry; entry.prepare(lost='going on'); [print('loss 5.5 \\xb1 0.2', flush=True) for _ in range(9)]"
+    said = "from launch import entry; entry.prepare(lost='going on'); [print('loss 5.5 \\xb1 0.2', flush=True) for _ in range(9)]"
     text = run("-c", said, code=0, env=ASCII)
     assert text == "loss 5.5 ? 0.2\n" * 9
     with open("/dev/full", "wb") as full:
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_made_is_named_with_its_setting(tmp_path):
 
 
 def test_a_full_disk_reads_as_one_whatever_numpy_calls_it():
-    import shards
+    from text import shards
 
     for text in (
         "528439 requested and 42944 written",

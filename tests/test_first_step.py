@@ -12,8 +12,8 @@ from workers import Rank, run
 
 import model
 import muon
-import selftest
-import watch
+from launch import proof as selftest
+from track import health as watch
 
 
 def first_step(rank, world, broken="", tied=True):

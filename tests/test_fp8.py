@@ -8,8 +8,8 @@ from test_model import FORMS, make, tokens
 from test_model_sharded import gradients
 from workers import run
 
-import backends
 import model
+from kernels import precision
 
 torchao = pytest.importorskip("torchao.float8")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -30,7 +30,7 @@ def fp8(dtype=torch.bfloat16, log=None, noise=True, **changes):
     s = tiny_settings(**{**FP8, **changes})
     with torch.device("meta"):
         converted = model.Nova(s)
-    backends.convert_fp8(converted, s, log or (lambda text: None))
+    precision.convert_fp8(converted, s, log or (lambda text: None))
     converted.to_empty(device="cpu").to(dtype).load_state_dict(nova.state_dict())
     return converted, nova, s
 

@@ -30,8 +30,8 @@ from fake_hub import (  # noqa: F401 (fixtures)
 from workers import free_port
 
 import hub
-import hubclient
 from hub import HubSource
+from hub import client as hubclient
 
 ROOT = Path(hub.__file__).parent
 

@@ -28,7 +28,7 @@ from fake_hub import (  # noqa: F401 (fixtures)
 )
 
 import hub
-import hubclient
+from hub import client as hubclient
 
 WRITES = {
     "revision": "GET .*/revision/main",

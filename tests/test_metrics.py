@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import ROOT, tiny_settings
 
-import metrics
-import watch
-from metrics import LossMeter, Metrics, MetricsError, StepTimer, device_peak, draw, read_rows, time_used
 from schedule import Event, Horizon
+from track import health as watch
+from track import metrics
+from track.metrics import LossMeter, Metrics, MetricsError, StepTimer, device_peak, draw, read_rows, time_used
 
 
 class Clock:

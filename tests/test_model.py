@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import model
-from backends import BLOCK
+from kernels import BLOCK
 
 FORMS = ["diff", "diff_v2", "standard"]
 VARIANTS = {  # every switch of the model is on in one of them and off in another

@@ -16,8 +16,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from workers import run
 
 import muon as muon_module
+from kernels.sharded import zeros_like
 from muon import KELLER_JORDAN, POLAR_EXPRESS, Muon, MuonError, clip_grads, local, orthogonalize, update_scale
-from sharded import zeros_like
 
 D, FFN = 36, 50  # 50 rows on 4 ranks: 13, 13, 13, 11
 SPLITS = {None: None, "qkv": (36, 12, 12), "heads": (12,) * 5}

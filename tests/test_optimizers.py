@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from workers import run
 
-from adamw8bit import QUANT_BLOCK, AdamW8bit, dequantize, quantize
+from kernels.adamw8bit import QUANT_BLOCK, AdamW8bit, dequantize, quantize
 from model import Nova
 from muon import (
     Muon,

@@ -18,9 +18,8 @@ import pytest
 from corpora import Crew, settings
 from workers import Rank
 
-import corpus
 import data
-import pack
+from text import corpus, pack
 
 EOT = 256
 

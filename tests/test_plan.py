@@ -238,9 +238,9 @@ def real_step() -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from workers import free_port
 
-    import metrics
     import model
     import muon
+    from track import metrics
 
     s = tiny_settings(**BIG)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)

@@ -33,8 +33,8 @@ from fake_hub import (  # noqa: F401 (fixtures)
 from test_uploads import idle, quick_retries, save  # noqa: F401 (quick_retries: a fixture)
 from workers import free_port
 
-import checkpoint
 import hub
+from store import checkpoint
 
 REPO = "models/me/model"
 KINDS = (429, 500, 503, "reset", "lost", "cut", "truncated", "html", "slow")

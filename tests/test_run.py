@@ -20,10 +20,10 @@ from conftest import ROOT, tiny_settings
 from workers import Rank
 
 import drill
-import metrics
 import train_nova
-import watch
-from failures import StartupError
+from launch.failures import StartupError
+from track import health as watch
+from track import metrics
 
 TINY = """
 import os
@@ -335,7 +335,7 @@ def test_a_data_error_in_a_step_loses_none_of_the_steps_before(world, uninterrup
 
 
 FULL_DISK = """
-import checkpoint
+from store import checkpoint
 def full(self, flight, *arguments):
     raise OSError(28, "No space left on device (injected)")
 checkpoint.Checkpoints._write = full

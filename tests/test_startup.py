@@ -17,11 +17,10 @@ from checkpoint_tools import Ranks
 from conftest import tiny_settings
 from workers import ROOT, Rank, run
 
-import agreement
-import checkpoint
-import failures
-import selftest
-import startup
+from launch import agreement, failures, startup
+from launch import proof as selftest
+from launch.__main__ import again
+from store import checkpoint
 
 
 def exchange(rank, world):
@@ -411,7 +410,7 @@ def test_start_is_refused_where_it_cannot_go_well(tmp_path):
     [(["--shutdown-timeout=77"], "77.0"), (["--shutdown_timeout", "5"], "5.0"), ([], "30.0")],
 )
 def test_the_launchers_grace_is_read_from_its_command_line(words, seconds):
-    ask = "import startup; print(startup.grace_seconds({'TORCHELASTIC_RUN_ID': 'x'}), startup.grace_seconds({}))"
+    ask = "from launch import startup; print(startup.grace_seconds({'TORCHELASTIC_RUN_ID': 'x'}), startup.grace_seconds({}))"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
     done = subprocess.run([sys.executable, "-c", launcher, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split() == [seconds, "None"], done.stderr
@@ -422,11 +421,11 @@ def test_restarts_without_progress_end(tmp_path):
 
     def ends(status, **info):
         failures.write_status(out, status, None, **info)
-        return startup.again(out, limit=2, wait=0)[0]
+        return again(out, limit=2, wait=0)[0]
 
-    assert not startup.again(out)[0], "no status: it never started"
+    assert not again(out)[0], "no status: it never started"
     assert ends("running", saved=10)
-    assert not startup.again(out, wait=0)[0], "a launch that got nowhere is not judged by the one before it"
+    assert not again(out, wait=0)[0], "a launch that got nowhere is not judged by the one before it"
     assert ends("system", saved=20)
     assert ends("system", saved=20), "one launch without a new save"
     assert not ends("running"), "and one that was killed before it could resume"

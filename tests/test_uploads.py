@@ -25,11 +25,10 @@ from checkpoint_tools import (  # noqa: F401 (one_rank_group: a fixture)
 from conftest import tiny_settings
 from workers import run
 
-import checkpoint
 import schedule
-import uploads
-from checkpoint import CheckpointError
 from hub import HubError
+from store import checkpoint, uploads
+from store.checkpoint import CheckpointError
 
 
 @pytest.fixture(autouse=True)

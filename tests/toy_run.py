@@ -58,8 +58,7 @@ def hurt(where: str):
 write(f"pid.{RANK}", str(os.getpid()))
 hurt("import")
 
-import agreement  # noqa: E402
-import startup  # noqa: E402
+from launch import agreement, startup  # noqa: E402
 from settings import load_settings  # noqa: E402
 
 if "lost" in OPTIONS:

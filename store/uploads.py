@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 
-from sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
+from .sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
 
 ROTATED = ("latest", "best", "milestone")  # kinds of which the newest few are kept; `final` is never deleted
 PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on

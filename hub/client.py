@@ -1,4 +1,4 @@
-"""huggingface_hub with one retry policy, for hub.py: every call is patient, bounded, logged, and keeps secrets.
+"""huggingface_hub with one retry policy, for source.py and publisher.py: every call is patient, bounded, logged, and keeps secrets.
 
 * What a later attempt can heal (a rate limit, a 5xx, a reset, a short, foreign or damaged body) is tried again with
   back-off and jitter; `Retry-After` is honoured. 401, 403, 404 are final, with a sentence on what to do.
@@ -330,3 +330,8 @@ def bytes_below(folder: Path) -> int:
             with contextlib.suppress(OSError):  # files come and go
                 total += os.stat(os.path.join(base, name)).st_size
     return total
+
+
+def part_of(path: Path) -> Path:
+    """Where a file or folder grows until it is whole."""
+    return path.with_name(path.name + ".part")

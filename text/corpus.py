@@ -24,8 +24,8 @@ import sysconfig
 import tempfile
 import time
 
-import pack
-from shards import DataError, os_reason, read_header
+from . import pack
+from .shards import DataError, os_reason, read_header
 
 CORPUS_VERSION = 1  # raise it when the recipe changes
 PACKAGES = ("torch", "numpy", "networkx", "sympy")

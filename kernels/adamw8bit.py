@@ -8,7 +8,7 @@ the same world size) and as fp32 tensors sharded like the parameter (any other, 
 import torch
 from torch import Tensor, nn
 
-from sharded import MuonError, local, zeros_like
+from .sharded import MuonError, local, zeros_like
 
 QUANT_BLOCK = 256  # entries that share one scale in bitsandbytes' 8-bit optimizers
 

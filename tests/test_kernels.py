@@ -10,9 +10,9 @@ from test_model_sharded import gradients
 from torch._dynamo.testing import CompileCounterWithBackend
 from workers import run
 
-import backends
 import model
 import train_nova
+from kernels import attention, cpu, precision
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -78,7 +78,7 @@ def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
     want = nova(ids, targets)[0]
     lines, real = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend=NoCompiler(), **kw))
-    backends.compile_blocks(nova, s, lines.append)
+    precision.compile_blocks(nova, s, lines.append)
     if wish is True:
         with pytest.raises(model.ModelError, match="use_compile=True.*the compiler says no"):
             nova(ids, targets)
@@ -110,20 +110,20 @@ def test_choose_says_what_auto_means(monkeypatch):
     capability["now"] = (8, 9)  # able to, but "auto" asks for 9.0
     assert model.choose(tiny_settings(use_fp8="on"), "cuda")["fp8"] is True
     assert model.choose(s, "cuda")["fp8"] is False
-    monkeypatch.setattr(backends.torch, "__file__", "/opt/torch/__init__.py")
-    monkeypatch.setattr(backends.shutil, "which", lambda name: None)
+    monkeypatch.setattr(precision.torch, "__file__", "/opt/torch/__init__.py")
+    monkeypatch.setattr(precision.shutil, "which", lambda name: None)
     chosen = model.choose(s, "cpu")
     assert chosen["compile"] is False and any("eager (on a CPU" in r for r in chosen["reasons"])
     with pytest.raises(model.ModelError, match="use_compile=True.*no C"):
         model.choose(tiny_settings(use_compile=True), "cpu")
-    monkeypatch.setattr(backends.shutil, "which", lambda name: "/bin/" + name)
+    monkeypatch.setattr(precision.shutil, "which", lambda name: "/bin/" + name)
     with monkeypatch.context() as spaced:
-        spaced.setattr(backends.torch, "__file__", "/opt/my torch/__init__.py")
+        spaced.setattr(precision.torch, "__file__", "/opt/my torch/__init__.py")
         with pytest.raises(model.ModelError, match="path without spaces"):
             model.choose(tiny_settings(use_compile=True), "cpu")
     assert model.choose(tiny_settings(use_compile=True), "cpu")["compile"] is True
     assert model.choose(s, "cpu")["compile"] is False
-    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: name)
     assert model.choose(s, "cuda")["compile"] is True
 
 
@@ -131,37 +131,37 @@ def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
     """The first that works, in a fixed order, everything else switched off; math only where it is allowed."""
     works, switched, lines = set(), {}, []
     monkeypatch.setattr(
-        backends, "attention_problem",
+        attention, "attention_problem",
         lambda s, device, kernel, unequal: None if (kernel, unequal) in works else "no",
     )  # fmt: skip
     monkeypatch.setattr(
-        backends, "SDPA_SWITCHES",
+        attention, "SDPA_SWITCHES",
         {k: lambda on, k=k: switched.update({k: on}) for k in ("flash", "cudnn", "efficient", "math")},
     )  # fmt: skip
     cuda = torch.device("cuda")
     with pytest.raises(model.ModelError, match="attention='diff'.*head_dim=16.*allow_math_attention"):
-        backends.choose_attention(tiny_settings(), cuda, lines.append)
+        attention.choose_attention(tiny_settings(), cuda, lines.append)
     assert not switched
     works.add(("flash", False))
-    assert backends.choose_attention(tiny_settings(), cuda, lines.append) == "padded"
+    assert attention.choose_attention(tiny_settings(), cuda, lines.append) == "padded"
     assert switched == {"flash": True, "cudnn": False, "efficient": False, "math": False}
     assert "flash" in lines[-1] and "keys padded" in lines[-1] and "cudnn" in lines[-1]
     works.add(("cudnn", True))
-    assert backends.choose_attention(tiny_settings(), cuda, lines.append) == "wide" and switched["cudnn"]
-    assert backends.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) == "padded"
+    assert attention.choose_attention(tiny_settings(), cuda, lines.append) == "wide" and switched["cudnn"]
+    assert attention.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) == "padded"
     works.clear()
     works.add(("math", False))
-    backends.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
+    attention.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
     assert switched["math"] and not switched["flash"]
 
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 def test_a_kernel_that_computes_wrong_is_found_out(monkeypatch, factor):
-    s, plain = tiny_settings(), backends.sdpa
-    assert backends.attention_problem(s, torch.device("cpu"), "math", False) is None
+    s, plain = tiny_settings(), attention.sdpa
+    assert attention.attention_problem(s, torch.device("cpu"), "math", False) is None
     wrong = lambda q, *rest: plain(q, *rest) * (factor if q.dtype == torch.bfloat16 else 1)  # noqa: E731
-    monkeypatch.setattr(backends, "sdpa", wrong)
-    assert "relative error" in backends.attention_problem(s, torch.device("cpu"), "math", False)
+    monkeypatch.setattr(attention, "sdpa", wrong)
+    assert "relative error" in attention.attention_problem(s, torch.device("cpu"), "math", False)
 
 
 # --- kernels for a CPU ---------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_block_attention_equals_the_loop_over_queries(form, T):
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
         inputs = attention_inputs(form, T, dtype)
         want = numpy_attention(*inputs)
-        error = backends.BlockAttention.apply(*inputs).detach().double().numpy() - want
+        error = cpu.BlockAttention.apply(*inputs).detach().double().numpy() - want
         assert np.linalg.norm(error) < tolerance * np.linalg.norm(want), dtype
 
 
@@ -203,12 +203,12 @@ def test_block_attention_equals_the_loop_over_queries(form, T):
 def test_block_attentions_gradient_is_its_derivative(form, monkeypatch):
     """Against finite differences, over three blocks of which the last is short; then bf16 against float64 at length."""
     with monkeypatch.context() as short:
-        short.setattr(backends, "BLOCK", 3)
-        assert torch.autograd.gradcheck(backends.BlockAttention.apply, attention_inputs(form, 8, B=1))
+        short.setattr(cpu, "BLOCK", 3)
+        assert torch.autograd.gradcheck(cpu.BlockAttention.apply, attention_inputs(form, 8, B=1))
     results = []
     for dtype in (torch.float64, torch.bfloat16):
         *inputs, scale = attention_inputs(form, 150, dtype)
-        y = backends.BlockAttention.apply(*inputs, scale)
+        y = cpu.BlockAttention.apply(*inputs, scale)
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
         results.append(
             torch.autograd.grad((y * weight.to(dtype)).sum(), [t for t in inputs if t is not None])
@@ -224,17 +224,17 @@ def test_norm_and_rotation_equal_the_reference(scale_shape):
     x = torch.randn(2, 5, 3, 2, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     scale = torch.randn(scale_shape, generator=generator, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.double() for t in model.rope_tables(6, 5, 100.0))
-    normed, turned = backends.rms_norm(x, scale, model.EPS), backends.rotate(x, cos, sin)
+    normed, turned = cpu.rms_norm(x, scale, model.EPS), cpu.rotate(x, cos, sin)
     want = reference.rms(x.detach().numpy(), scale.detach().numpy())
     assert np.abs(normed.detach().numpy() - want).max() < 1e-12
     for b, head, stream in np.ndindex(2, 3, 2):
         want_turned = reference.rope(x[b, :, head, stream].detach().numpy(), 100.0)
         assert np.abs(turned[b, :, head, stream].detach().numpy() - want_turned).max() < 1e-6  # fp32 tables
-    assert torch.autograd.gradcheck(lambda x, scale: backends.rms_norm(x, scale, model.EPS), (x, scale))
-    assert torch.autograd.gradcheck(lambda x: backends.rotate(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda x, scale: cpu.rms_norm(x, scale, model.EPS), (x, scale))
+    assert torch.autograd.gradcheck(lambda x: cpu.rotate(x, cos, sin), (x,))
     low, low_scale = x.detach().bfloat16(), scale.detach().bfloat16()
     exact = reference.rms(low.double().numpy(), low_scale.double().numpy())
-    got = backends.rms_norm(low, low_scale, model.EPS).double().numpy()
+    got = cpu.rms_norm(low, low_scale, model.EPS).double().numpy()
     assert (np.abs(got - exact) <= 2.0**-8 * np.abs(exact) + 1e-9).all()
 
 
@@ -256,18 +256,18 @@ def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
             nova, s = make(dtype, **changes)
             nova = nova.cuda()
             if dtype == torch.bfloat16:
-                kernel = backends.choose_attention(s, torch.device("cuda"), lines.append)
+                kernel = attention.choose_attention(s, torch.device("cuda"), lines.append)
                 for block in nova.layers:
                     block.attn.kernel = kernel
                 assert not torch.backends.cuda.math_sdp_enabled()
                 if compiled:
-                    backends.compile_blocks(nova, tiny_settings(**changes, use_compile=True), lines.append)
+                    precision.compile_blocks(nova, tiny_settings(**changes, use_compile=True), lines.append)
             ids, targets = (t.cuda() for t in tokens(s))
             loss, _ = nova(ids, targets)
             loss.backward()
             results.append([loss, *(p.grad.float() for p in nova.parameters())])
     finally:
-        for switch in backends.SDPA_SWITCHES.values():
+        for switch in attention.SDPA_SWITCHES.values():
             switch(True)
     print(lines)
     assert abs(results[0][0] - results[1][0]) < 2e-2 * results[0][0]
@@ -282,4 +282,4 @@ def test_gpu_kernels_agree_with_math(form, kernel):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device: flash and cuDNN attention were not tested")
     s = tiny_settings(attention=form, d_model=1024, n_heads=8, n_kv_heads=2)
-    assert backends.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None
+    assert attention.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None

@@ -29,9 +29,10 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from agreement import NOBODY
-from failures import StartupError
-from sharded import local
+from kernels import local
+
+from .agreement import NOBODY
+from .failures import StartupError
 
 NEXT = "Next: nvidia-smi topo -m; dmesg -T | grep Xid; NOVA_NCCL_SAFE=1 avoids the peer-to-peer paths"
 BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Express steps end in [0.86, 1.14]
@@ -69,12 +70,15 @@ def shorten(value, room: int = 300) -> str:
 
 @functools.cache
 def code() -> dict[str, str]:
-    """{file: sha256} of the code of this folder, read once: what runs, whatever is edited meanwhile."""
-    folder, found = os.path.dirname(os.path.abspath(__file__)), {}
-    for name in sorted(n for n in os.listdir(folder) if n.endswith(".py")):
-        with open(os.path.join(folder, name), "rb") as f:
-            found[name] = hashlib.sha256(f.read()).hexdigest()
-    return found
+    """{file: sha256} of the code of this project, read once: what runs, whatever is edited meanwhile."""
+    root, found = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), {}
+    rooms = [n for n in os.listdir(root) if os.path.exists(os.path.join(root, n, "__init__.py"))]
+    for folder in ("", *rooms):
+        for name in os.listdir(os.path.join(root, folder)):
+            if name.endswith(".py"):
+                with open(os.path.join(root, folder, name), "rb") as f:
+                    found[os.path.join(folder, name)] = hashlib.sha256(f.read()).hexdigest()
+    return dict(sorted(found.items()))
 
 
 def code_digest() -> str:

@@ -7,7 +7,7 @@ sentences for a person, or None.
     each of its first 20 steps, before the update:  movement.saw_gradients()
     after 20 updates:                               for line in movement.report(agree.gather): log(line)
     straggler(agree.gather({"host": host, "data": seconds, "tflops": rate}), step_seconds)      on logged steps
-    Watcher(run) does all of it in the loop, beside selftest.FirstStepProof
+    Watcher(run) does all of it in the loop, beside proof.FirstStepProof
     box = BlackBox(out_dir); box.record(step=…, loss=…, samples=[first, end]) each step
     box.dump(reason, norms=…)                       before giving up
     with explained_memory(run): …                   out of memory in here names the settings
@@ -21,10 +21,10 @@ from contextlib import contextmanager
 
 import torch
 
-import plan
-import selftest
-from metrics import write_json
-from sharded import local
+from kernels import local
+from launch import proof as proofs
+
+from .metrics import write_json
 
 LAG = 1.15  # a rank this much slower than the median is named
 SAMPLE = 4096  # elements of each local shard that are compared
@@ -176,9 +176,9 @@ class Watcher:
         self.run, self.box = run, BlackBox(s.out_dir)
         self.movement, self.updates = Movement(run.model.named_parameters()), 0
         self.fresh = run.step == 0  # no update yet: the loss is known
-        blocks = s.n_layers * len(plan.matrices(s))  # q, k, v (or their heads), o, gate, up, down
+        blocks = sum(map(len, run.optimizers[0].blocks.values()))
         head = "embed.weight" if s.tie_embeddings else "lm_head.weight"
-        self.proof = selftest.FirstStepProof(
+        self.proof = proofs.FirstStepProof(
             run.agree, run.model.named_parameters(), blocks, {head: s.vocab_size}, run.log
         )
         run.optimizers[0].watch = self.proof.watch
@@ -226,5 +226,5 @@ class Watcher:
         if (run.step % run.settings.log_every) or run.agree.world == 1:
             return None
         mine = {"host": os.uname().nodename, "data": timers["data"]}
-        mine["tflops"] = selftest.matmul_rate(run.device, repeats=10)
+        mine["tflops"] = proofs.matmul_rate(run.device, repeats=10)
         return straggler(run.agree.gather(mine), timers["total"])

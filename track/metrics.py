@@ -33,7 +33,6 @@ All rows also carry "step" and "time" (unix seconds).
 """
 
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -47,15 +46,9 @@ from collections import deque
 
 import torch
 
-import plan
+from kernels import device_peak, host_memory
 
 PARTS = ("data", "forward_backward", "optimizer", "other")
-# Dense bf16 peaks of data sheets, FLOP/s. MFU is stated against bf16 under fp8 as well. Longest match wins.
-PEAKS = {
-    "H200": 989e12, "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989e12,
-    "B200": 2250e12, "GB200": 2500e12, "B300": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12,
-    "RTX PRO 6000 Blackwell": 503e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
-}  # fmt: skip
 JOURNAL_SECONDS = 5.0  # how much time a kill may forget
 
 
@@ -102,32 +95,6 @@ def read_rows(path: str) -> list[dict]:
 def last_step(path: str) -> int:
     """The last step that a metrics.jsonl has, -1 where there is none."""
     return max((row.get("step", -1) for row in read_rows(path)), default=-1)
-
-
-def device_peak(device) -> tuple[float | None, str]:
-    """(dense bf16 FLOP/s or None, how that is known). On a CPU it is measured: 0.2 s of matmuls per dtype."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = [n for n in PEAKS if n in name]
-        return (PEAKS[max(known, key=len)], name) if known else (None, f"{name}: peak unknown, MFU n/a")
-    threads = torch.get_num_threads()
-    return cpu_peak(threads), f"CPU, {threads} threads, fastest matmul measured"
-
-
-@functools.cache
-def cpu_peak(threads: int) -> float:
-    """FLOP/s of the fastest 768-wide matmul, bf16 or fp32, in 0.2 s of each."""
-    best = 0.0
-    for dtype in (torch.bfloat16, torch.float32):
-        a = torch.ones(768, 768, dtype=dtype)
-        a @ a
-        end = time.perf_counter() + 0.2
-        while time.perf_counter() < end:
-            t0 = time.perf_counter()
-            a @ a
-            best = max(best, 2 * 768**3 / (time.perf_counter() - t0))
-    return best
 
 
 class StepTimer:
@@ -208,7 +175,7 @@ def memory(device) -> dict[str, float]:
 
         unit = 1 if sys.platform == "darwin" else 1024
         now = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-    return {"now": now, "peak": peak, "total": plan.host_memory() / 1e9}
+    return {"now": now, "peak": peak, "total": host_memory() / 1e9}
 
 
 def time_used(out_dir: str) -> tuple[float, int]:

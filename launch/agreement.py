@@ -26,7 +26,7 @@ import traceback
 from contextlib import contextmanager
 from datetime import timedelta
 
-from failures import (
+from .failures import (
     CODES,
     RankFailed,
     StartupError,

@@ -1,4 +1,4 @@
-"""How bench.py measures: contenders that take turns, rows, peak bytes, ranks; Nova and its peers as contenders."""
+"""How the bench measures: contenders that take turns, rows, peak bytes, ranks; Nova and its peers as contenders."""
 
 import json
 import math
@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import peers
 from settings import Settings, assign, check
+
+from . import peers
 
 # Models of equal parameters: Nova with half as many kv heads and 3 d of SwiGLU has GPT's 12 d^2 a block. `0.8M` is
 # nanoGPT's recipe for a CPU, 768 tokens a step; `12M` has the blocks and the 16,384 tokens a step of its

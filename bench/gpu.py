@@ -1,11 +1,11 @@
-"""bench.py --gpu: what one H200 does with full-width blocks, in at most 8 minutes, and what that says about eight of them.
+"""python -m bench --gpu: what one H200 does with full-width blocks, in at most 8 minutes, and what that says about eight of them.
 
 Full width (d 4096, ffn 14,336, 32/8 heads, T 2048), few layers: two depths of each configuration give the cost of a block
 as a slope, free of embedding, head and launch overhead. Every case prints as soon as it is done, is skipped when the time
 left is short, and survives a failing or out-of-memory case, so that a run cut short still counts. Most important first.
 
-    python bench.py --gpu [--minutes 8]           # configurations run one after the other, repetitions inside each
-    python bench.py --gpu --tiny --no-compile     # the same script on a CPU with toy shapes: does it run?
+    python -m bench --gpu [--minutes 8]           # configurations run one after the other, repetitions inside each
+    python -m bench --gpu --tiny --no-compile     # the same script on a CPU with toy shapes: does it run?
 
 Peers of a configuration are its own variants: the same blocks in bf16. `extrapolate` is labelled as such: measured
 compute of one GPU, the traffic that plan.py computes for 8 (nothing here ran NCCL).
@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import plan
-from bench_tools import NovaTrainer, Report, batch_of, compare, nova_settings
 from settings import load_settings
+
+from .tools import NovaTrainer, Report, batch_of, compare, nova_settings
 
 FULL = dict(vocab=65536, d=4096, heads=32, kv=8, ffn=14336, context=2048, batch=4, depth=35, layers=(2, 6))
 TOY = dict(vocab=64, d=64, heads=4, kv=2, ffn=96, context=32, batch=2, depth=5, layers=(1, 2))
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BF16_PEAK = 989e12  # FLOP/s, dense, H100 and H200 data sheet; MFU is against it for fp8 too
 HEADROOM = 0.93  # share of the memory that a prediction may fill
 
@@ -141,7 +142,7 @@ def case_environment(report: Report, device: Device, found: dict):
 
 def case_attention(report: Report, device: Device, found: dict):
     """Which kernel each form gets, and forward plus backward of every kernel at the shapes of each form."""
-    import backends
+    from kernels import attention as backends
 
     s = device.size
     hd = s["d"] // s["heads"]
@@ -352,7 +353,7 @@ def run(report: Report, options) -> int:
     """All cases, each printed at once; 1 if any failed."""
     device = Device(options, options.minutes)
     if device.type == "cpu" and not options.tiny:
-        report.fact("gpu", skipped="no_GPU_here;_a_dry_run:_bench.py_--gpu_--tiny")
+        report.fact("gpu", skipped="no_GPU_here;_a_dry_run:_python_-m_bench_--gpu_--tiny")
         return 1
     found, failures = {}, 0
     for case in CASES:

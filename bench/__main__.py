@@ -1,10 +1,10 @@
 """Nova against what people would use instead, on the same machine, in the same run.
 
-    python bench.py                            # every case below, some minutes (with --text FILE: quality too)
-    python bench.py train muon                 # some cases
-    python bench.py quality --text FILE        # loss against tokens and seconds; a character vocabulary, 90/10 split
-    python bench.py --gpu                      # one H200, at most 8 minutes: bench_gpu.py
-    python bench.py --check                    # ratios and counts against tests/bench_baseline.json, under a minute
+    python -m bench                            # every case below, some minutes (with --text FILE: quality too)
+    python -m bench train muon                 # some cases
+    python -m bench quality --text FILE        # loss against tokens and seconds; a character vocabulary, 90/10 split
+    python -m bench --gpu                      # one H200, at most 8 minutes: gpu.py
+    python -m bench --check                    # ratios and counts against tests/bench_baseline.json, under a minute
 
     train       an optimizer step, tokens/s          loss        chunked against whole logits: time, peak bytes
     muon        one and two processes                data        tokens/s of the loader
@@ -18,7 +18,7 @@ the row says `inconclusive`, whatever the medians say. One row a line, `bench CA
 The peers are in peers.py.
 """
 
-import entry
+from launch import entry
 
 if __name__ == "__main__":
     entry.prepare()
@@ -40,8 +40,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import peers
-from bench_tools import (
+from . import peers
+from .tools import (
     SIZES,
     Alone,
     NovaTrainer,
@@ -66,7 +66,7 @@ from bench_tools import (
     windows,
 )  # fmt: skip
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BASELINE = os.path.join(HERE, "tests", "bench_baseline.json")
 TOLERANCE = 0.25  # of --check
 
@@ -117,7 +117,7 @@ def case_quality(report: Report, options):
     import schedule
 
     if not options.text:
-        return report.fact("quality", skipped="give a text: bench.py quality --text FILE")
+        return report.fact("quality", skipped="give a text: python -m bench quality --text FILE")
     size = dict(SIZES[options.sizes[0]])
     train, validation, size["vocab"] = characters(options.text)
     steps, chunk = options.steps, max(1, options.steps // 20)
@@ -287,8 +287,8 @@ def resident() -> int:
 
 def case_checkpoint(report: Report, options):
     """How long a save keeps training waiting, and how fast it writes, against torch.save of the same tensors."""
-    import checkpoint
     import muon
+    from store import checkpoint
 
     trainer = NovaTrainer(nova_settings(SIZES["tiny" if options.tiny else "12M"]))
     state, _ = muon.optimizer_state(trainer.model, trainer.optimizers)
@@ -361,8 +361,8 @@ def case_startup(report: Report, options):
         ]  # fmt: skip
         commands = {
             "nova": partial(until, r"\| step 0*1/", nova),
-            "nanogpt": partial(until, "^step 1 ", [sys.executable, "peers.py"]),
-            "seed-imports": partial(until, "^step 1 ", [sys.executable, "peers.py", "seed"]),
+            "nanogpt": partial(until, "^step 1 ", [sys.executable, "-m", "bench.peers"]),
+            "seed-imports": partial(until, "^step 1 ", [sys.executable, "-m", "bench.peers", "seed"]),
         }
         times = measure(commands, options.rounds, 0)
         for peer in ("nanogpt", "seed-imports"):
@@ -519,7 +519,7 @@ def worse(now: dict, baseline: dict) -> list[str]:
         for name, value in now[kind].items():
             stored = baseline[kind].get(name)
             if stored is None:
-                lines.append(f"{name}: no baseline; python bench.py --check --update")
+                lines.append(f"{name}: no baseline; python -m bench --check --update")
             elif (value > stored * (1 + TOLERANCE)) if sign > 0 else (value < stored * (1 - TOLERANCE)):
                 lines.append(f"{name}: {value:.6g}, baseline {stored:.6g}")
     return lines
@@ -541,7 +541,7 @@ def main(argv=None) -> int:
         "cases", nargs="*", metavar="case", help=f"{', '.join(CASES)}; none: all; quality needs --text"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--gpu", action="store_true", help="the script for one H200, see bench_gpu.py")
+    parser.add_argument("--gpu", action="store_true", help="the script for one H200, see gpu.py")
     parser.add_argument("--minutes", type=float, default=8.0, help="--gpu: no case begins after this")
     parser.add_argument("--check", action="store_true", help="compare with the stored baseline; 1 if worse")
     parser.add_argument("--update", action="store_true", help="with --check: store the baseline anew")
@@ -580,9 +580,9 @@ def dispatch(options) -> int:
         return check_baseline(options.update)
     report = Report(options.json)
     if options.gpu:
-        import bench_gpu
+        from . import gpu
 
-        return bench_gpu.run(report, options)
+        return gpu.run(report, options)
     sizes = options.sizes
     if not options.tiny:
         environment(report, options.clock)

@@ -16,7 +16,7 @@ CODES = {
 }  # fmt: skip
 # Files whose lines launch kernels: torch's and other packages', compiled code, and ours that compute.
 LAUNCHES = re.compile(
-    r"/(torch|triton|torchao|bitsandbytes|torchinductor\w*)/|\b(model|backends|muon|sharded|adamw8bit)\.py$|^<"
+    r"/(torch|triton|torchao|bitsandbytes|torchinductor\w*)/|\b(model|muon)\.py$|\bkernels/\w+\.py$|^<"
 )
 
 

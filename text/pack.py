@@ -23,7 +23,8 @@ import sys
 
 import numpy as np
 
-from shards import DataError, FolderSource, Shard, Tokenizer, check_domains, is_val, os_reason, permutation
+from .shards import DataError, FolderSource, Shard, check_domains, is_val, os_reason, permutation
+from .tokenizer import Tokenizer
 
 PIECE = 1 << 20  # bytes of a document that are tokenised at once: bounds the memory
 SHARD_TOKENS = 1 << 26  # 134 MB of uint16

@@ -42,8 +42,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
-from agreement import SAVER, gather_json
-from sealed import (
+from launch.agreement import SAVER, gather_json
+
+from .sealed import (
     DTYPES,
     FORMAT,
     NAME,
@@ -67,7 +68,7 @@ from sealed import (
     write_tensors,
     write_text,
 )
-from uploads import (
+from .uploads import (
     ROTATED,
     SLACK,
     Uploads,
