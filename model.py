@@ -19,6 +19,10 @@ matmuls and the norms' outputs are bf16; the norms' sums, the rotation, softmax,
 CPU rounds scores and probabilities to bf16 between its products: kernels/cpu.py). A model that is not sharded
 (sample.py, tests) computes in whatever dtype its parameters have.
 
+A parameter is given its `Role` where it is made: who optimises it, how it starts, whether float8 may take it. Counts,
+FLOPs, the plan, the optimizer table and the first step's proof are read from a model on the meta device, so that a change
+of architecture is an edit of this file (and of its reference in tests/).
+
 `build_model` applies everything in the one order that works: meta -> fp8 -> checkpointing and compile per block ->
 fully_shard per block and root -> to_empty -> init_weights. One rank takes the same path as a thousand.
 """
@@ -26,6 +30,7 @@ fully_shard per block and root -> to_empty -> init_weights. One rank takes the s
 import functools
 import hashlib
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -60,10 +65,38 @@ INIT_ROWS = 128  # rows that one seed generates: a rank makes only the blocks th
 # --- pieces --------------------------------------------------------------------------------------------------
 
 
+class Role(NamedTuple):
+    """What a parameter is for: its kind decides who optimises it (muon.ROLES) and whether float8 may take it (blocks)."""
+
+    kind: str  # one of KINDS
+    mean: float = 0.0  # initial values: normal, or all `mean` where std is 0
+    std: float = 0.0
+    rows: tuple[int, ...] = ()  # of a block: heights of the row blocks that Muon orthogonalises apart
+
+
+KINDS = ("embedding", "head", "block", "gate", "vector")
+
+
+class Linear(nn.Linear):
+    """A matrix (n_out, n_in) without bias. "block": Muon's; "gate": a small projection that starts at zero, so that its
+    sigmoid starts at a half; "head": the output."""
+
+    def __init__(self, n_in: int, n_out: int, kind: str = "block", std: float = 0.02, rows: tuple = ()):
+        super().__init__(n_in, n_out, bias=False)
+        self.weight.role = Role(kind, std=std, rows=(rows or (n_out,)) if kind == "block" else ())
+
+
+def vector(size: int, value: float) -> nn.Parameter:
+    """A 1-D parameter that starts at `value`."""
+    p = nn.Parameter(torch.full((size,), value))
+    p.role = Role("vector", mean=value)
+    return p
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(dim))
+        self.scale = vector(dim, 1.0)
 
     def forward(self, x):
         return rms_norm(x, self.scale, EPS)
@@ -83,28 +116,41 @@ def lambda_start(settings, layer: int) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * layer) if set_value is None else set_value
 
 
+def into_stream(settings) -> float:
+    """std of the projections into the residual stream: it shrinks with depth, as GPT-2's and the first Nova script's."""
+    return 0.02 / math.sqrt(2 * settings.n_layers)
+
+
 class Attention(nn.Module):
     """The three forms of the file's docstring. qkv.weight holds the rows q | k | v; under "diff" a head's D rows of q
     and of k are its two streams of D/2, as in the first Nova script. That script rotated pairs across the two streams
     (scores then depended on absolute positions), split v too, and never subtracted."""
 
-    def __init__(self, s):
+    def __init__(self, s, layer: int):
         super().__init__()
         self.form, self.H, self.K, self.D = s.attention, s.n_heads, s.n_kv_heads, s.head_dim
         self.streams = 2 if self.form == "diff" else 1
         self.kernel = None  # choose_attention's answer; None: by the device
         query_maps = 2 * self.H if self.form == "diff_v2" else self.H
         self.rows = (query_maps * self.D, self.K * self.D, self.K * self.D)  # q | k | v
-        self.qkv = nn.Linear(s.d_model, sum(self.rows), bias=False)
-        self.o_proj = nn.Linear(self.H * self.D, s.d_model, bias=False)
+        blocks, height = self.rows, self.D // self.streams
+        if s.muon_split_heads:  # every map of q and k, and every head of v, is orthogonalised by itself
+            blocks = (height,) * ((self.rows[0] + self.rows[1]) // height) + (self.D,) * self.K
+        self.qkv = Linear(s.d_model, sum(self.rows), rows=blocks)
+        self.o_proj = Linear(self.H * self.D, s.d_model, std=into_stream(s))
         self.q_norm, self.k_norm = RMSNorm(self.D), RMSNorm(self.D)
         if self.form == "diff":
             self.h_norm = RMSNorm(self.D)
-            self.diff_lambda = nn.Parameter(torch.empty(self.H))
+            self.diff_lambda = vector(self.H, lambda_start(s, layer))
         elif self.form == "diff_v2":
-            self.lambda_proj = nn.Linear(s.d_model, self.H, bias=False)
-        self.head_gate = nn.Parameter(torch.ones(self.H)) if s.head_gate else None
-        self.gate_proj = nn.Linear(s.d_model, self.H, bias=False) if s.attn_gate else None
+            self.lambda_proj = Linear(s.d_model, self.H, "gate", std=0.0)
+        self.head_gate = vector(self.H, 1.0) if s.head_gate else None
+        self.gate_proj = Linear(s.d_model, self.H, "gate", std=0.0) if s.attn_gate else None
+
+    def products(self, T: int) -> int:
+        """Multiplications of one token's scores and values in a sequence of T, see flops_per_token."""
+        maps = self.rows[0] // self.D * self.streams
+        return maps * T * (self.D // self.streams + self.D)
 
     def forward(self, x, cos, sin, keep, cache=None):
         """x (B, T, d_model), normed; cos, sin (T, D/streams) fp32; keep = 1 - lambda_0, 0-dim fp32; cache(k, v) returns
@@ -161,9 +207,9 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, s):
         super().__init__()
-        self.gate = nn.Linear(s.d_model, s.ffn_hidden, bias=False)
-        self.up = nn.Linear(s.d_model, s.ffn_hidden, bias=False)
-        self.down = nn.Linear(s.ffn_hidden, s.d_model, bias=False)
+        self.gate = Linear(s.d_model, s.ffn_hidden)
+        self.up = Linear(s.d_model, s.ffn_hidden)
+        self.down = Linear(s.ffn_hidden, s.d_model, std=into_stream(s))
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -172,11 +218,11 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One layer. `forward` is what FSDP hooks; `body` is what is compiled and recomputed, so names never change."""
 
-    def __init__(self, s):
+    def __init__(self, s, layer: int):
         super().__init__()
         self.attn_norm, self.ffn_norm = RMSNorm(s.d_model), RMSNorm(s.d_model)
-        self.attn, self.ffn = Attention(s), SwiGLU(s)
-        scales = [nn.Parameter(torch.ones(s.d_model)) if s.layer_scale else None for _ in range(2)]
+        self.attn, self.ffn = Attention(s, layer), SwiGLU(s)
+        scales = [vector(s.d_model, s.layer_scale) if s.layer_scale else None for _ in range(2)]
         self.ls_a, self.ls_f = scales
         self.checkpointing = s.activation_checkpointing
         self.ffn_hidden = s.ffn_hidden
@@ -306,7 +352,13 @@ class SoftcapCrossEntropy(torch.autograd.Function):
 
 
 class Nova(nn.Module):
-    """The whole model, on the current device, with torch's initial weights until `init_weights`."""
+    """The whole model, on the current device, with torch's initial weights until `init_weights`.
+
+    The first loss is ln V at every width. Tied: a token's own logit is d * std after the final norm, so std 1/d makes it
+    1 (0.02 at d 4096 starts at a loss of 46). Untied: logits of std 0.2, small, but not zero, which would starve the
+    body of its first gradient. The stream starts as small as the embedding, and stays so on purpose: every block reads
+    it through a norm, and a norm after the embedding would drown the branches (LayerScale 0.1): 0.3 nats worse after 300
+    steps of a quickstart model."""
 
     def __init__(self, settings):
         super().__init__()
@@ -316,15 +368,23 @@ class Nova(nn.Module):
             )
         self.settings = s = settings
         self.embed = nn.Embedding(s.padded_vocab_size, s.d_model)
-        self.layers = nn.ModuleList(Block(s) for _ in range(s.n_layers))
+        self.embed.weight.role = Role("embedding", std=1 / s.d_model if s.tie_embeddings else 0.02)
+        self.layers = nn.ModuleList(Block(s, i) for i in range(s.n_layers))
         self.norm = RMSNorm(s.d_model)
         self.lm_head = None
         if not s.tie_embeddings:
-            self.lm_head = nn.Linear(s.d_model, s.padded_vocab_size, bias=False)
+            self.lm_head = Linear(s.d_model, s.padded_vocab_size, "head", std=0.2 / math.sqrt(s.d_model))
         self.tables = None  # RoPE tables and 1 - lambda_0: see constants
         self.ids_checked = False
         self.fp8 = self.compiled = False  # set by convert_fp8 and compile_blocks
         self.rows_loss = rows_loss  # or its compiled form, see compile_blocks
+        self.roles: dict[
+            str, Role
+        ] = {}  # by name: parameters themselves are replaced by fully_shard and to_empty
+        for name, p in self.named_parameters():
+            if not hasattr(p, "role"):
+                raise ModelError(f"{name} has no role: make it with Linear(…) or vector(…), or set its .role")
+            self.roles[name] = p.role
 
     def forward(self, ids, targets=None, caches=None):
         """ids (B, T) int64 -> logits (B, T, padded vocab) fp32, padded ids -inf; with targets (B, T), the *next* tokens,
@@ -395,47 +455,8 @@ class Nova(nn.Module):
                         s, "vocab_size", f"{what} hold {low}..{high}, outside {lowest}..{s.vocab_size - 1}"
                     )
 
-    def row_blocks(self) -> dict[str, tuple[int, ...]]:
-        """Heights of the row blocks of each fused matrix, which Muon orthogonalises apart: q | k | v, or every map."""
-        blocks = {}
-        for i, layer in enumerate(self.layers):
-            attn = layer.attn
-            rows = attn.rows
-            if self.settings.muon_split_heads:
-                height = attn.D // attn.streams
-                rows = (height,) * ((rows[0] + rows[1]) // height) + (attn.D,) * attn.K
-            blocks[f"layers.{i}.attn.qkv.weight"] = rows
-        return blocks
-
 
 # --- initialisation ------------------------------------------------------------------------------------------
-
-
-def initial(name: str, settings) -> tuple[str, float]:
-    """("normal", std) or ("constant", value) of a parameter.
-
-    The first loss is ln V at every width. Tied: a token's own logit is d * std after the final norm, so std 1/d makes it
-    1 (0.02 at d 4096 starts at a loss of 46). Untied: logits of std 0.2, small, but not zero, which would starve the
-    body of its first gradient. The stream starts as small as the embedding, and stays so on purpose: every block reads
-    it through a norm, and a norm after the embedding would drown the branches (LayerScale 0.1): 0.3 nats worse after 300
-    steps of a quickstart model. Output projections shrink with depth, as GPT-2's and the first Nova script's.
-    """
-    s, d = settings, settings.d_model
-    layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
-    last = name.rsplit(".", 1)[-1]
-    if name == "embed.weight":
-        return "normal", 1 / d if s.tie_embeddings else 0.02
-    if name == "lm_head.weight":
-        return "normal", 0.2 / math.sqrt(d)
-    if name.endswith(("o_proj.weight", "down.weight")):
-        return "normal", 0.02 / math.sqrt(2 * s.n_layers)
-    if name.endswith(("qkv.weight", "ffn.gate.weight", "ffn.up.weight")):
-        return "normal", 0.02
-    if name.endswith(("lambda_proj.weight", "gate_proj.weight")):
-        return "constant", 0.0  # sigmoid starts at a half
-    return "constant", {
-        "scale": 1.0, "head_gate": 1.0, "diff_lambda": lambda_start(s, layer), "ls_a": s.layer_scale, "ls_f": s.layer_scale,
-    }[last]  # fmt: skip
 
 
 def local_rows(p) -> tuple[torch.Tensor, int]:
@@ -456,17 +477,16 @@ def init_weights(model, settings):
     """Fill the parameters. Rows come in blocks with a seed of (seed, name, block) each, so the weights are the same for
     every world size on one kind of device, and a rank generates only the blocks that its shard touches."""
     for name, p in model.named_parameters():
-        kind, value = initial(name, settings)
-        local, start = local_rows(p)
-        if kind == "constant":
-            local.fill_(value)
+        role, (local, start) = model.roles[name], local_rows(p)
+        if not role.std:
+            local.fill_(role.mean)
             continue
         for block in range(start // INIT_ROWS, -(-(start + local.shape[0]) // INIT_ROWS)):
             key = hashlib.sha256(f"{settings.seed}/{name}/{block}".encode()).digest()
             generator = torch.Generator(local.device).manual_seed(int.from_bytes(key[:8]) >> 1)
             first = block * INIT_ROWS
             rows = torch.empty(min(INIT_ROWS, p.shape[0] - first), *p.shape[1:], device=local.device)
-            rows.normal_(0, value, generator=generator)
+            rows.normal_(role.mean, role.std, generator=generator)
             low, high = max(first, start), min(first + rows.shape[0], start + local.shape[0])
             local[low - start : high - start] = rows[low - first : high - first]
 
@@ -481,8 +501,7 @@ def build_model(settings, mesh, device, log=print) -> Nova:
     for reason in chosen["reasons"]:
         log(reason)
     kernel = choose_attention(s, device, log)
-    with torch.device("meta"):
-        model = Nova(s)
+    model = on_meta(s)
     for block in model.layers:
         block.attn.kernel = kernel
     if chosen["fp8"]:
@@ -531,21 +550,24 @@ def back_to_training(net):
 # --- counts --------------------------------------------------------------------------------------------------
 
 
+def on_meta(settings) -> Nova:
+    """The model's names, shapes and roles without its memory: milliseconds at any size."""
+    with torch.device("meta"):
+        return Nova(settings)
+
+
 def count_params(settings) -> dict[str, int]:
-    """Parameters by class, and in total (a tied matrix counts once, as embedding)."""
-    s, d = settings, settings.d_model
-    v2, diff = s.attention == "diff_v2", s.attention == "diff"
-    qkv = d * s.head_dim * (s.n_heads * (2 if v2 else 1) + 2 * s.n_kv_heads)
-    gates = d * s.n_heads * (v2 + s.attn_gate)
-    counts = {
-        "embedding": s.padded_vocab_size * d,
-        "head": 0 if s.tie_embeddings else s.padded_vocab_size * d,
-        "attention": s.n_layers * (qkv + d * d + gates),
-        "ffn": s.n_layers * 3 * d * s.ffn_hidden,
-        "norms": s.n_layers * (2 * d + (3 if diff else 2) * s.head_dim) + d,
-        "other": s.n_layers * (s.n_heads * (diff + s.head_gate) + (2 * d if s.layer_scale else 0)),
-    }
+    """Parameters of each kind of role, and in total (a tied matrix counts once, as embedding)."""
+    model, counts = on_meta(settings), dict.fromkeys(KINDS, 0)
+    for name, p in model.named_parameters():
+        counts[model.roles[name].kind] += p.numel()
     return counts | {"total": sum(counts.values())}
+
+
+def muon_blocks(settings) -> list[tuple[int, int]]:
+    """(rows, columns) of everything that Muon orthogonalises by itself."""
+    model = on_meta(settings)
+    return [(rows, p.shape[-1]) for name, p in model.named_parameters() for rows in model.roles[name].rows]
 
 
 def flops_per_token(settings, T: int) -> float:
@@ -554,9 +576,7 @@ def flops_per_token(settings, T: int) -> float:
     nanoGPT's and torch.utils.flop_counter's convention: attention counts all T x T scores, although half are masked, so
     MFU figures compare with theirs. Recomputation and padding of heads do not count; embedding look-ups are free.
     """
-    s, count = settings, count_params(settings)
-    matrices = count["attention"] + count["ffn"] + s.padded_vocab_size * s.d_model
-    maps = 1 if s.attention == "standard" else 2
-    map_dim = s.head_dim // 2 if s.attention == "diff" else s.head_dim
-    attention = s.n_layers * s.n_heads * maps * T * (map_dim + s.head_dim)
-    return 6.0 * (matrices + attention)
+    model = on_meta(settings)
+    free = set() if settings.tie_embeddings else {"embed.weight"}
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name not in free)
+    return 6.0 * (matrices + sum(m.products(T) for m in model.modules() if hasattr(m, "products")))

@@ -12,7 +12,7 @@ Buckets run as a pipeline: while one is orthogonalised, the next is gathered and
 replicas take turns on buckets and broadcast the result. One process takes the same path, without the collectives.
 
 Everything that is not a block matrix goes to AdamW: torch's, or bitsandbytes' 8-bit on each rank's own rows.
-`build_optimizers` says which parameter goes where, and refuses what it has no rule for.
+Which parameter goes where is said by its role (`ROLES`); one without is refused.
 
 References: Polar Express 2505.16932, Moonlight (the 0.2 RMS rule) 2502.16982, 8-bit states 2110.02861. Sharding by
 owner and all-to-all as in microsoft/dion; the measurements behind the defaults are in the repository's bench.
@@ -272,29 +272,17 @@ class Muon(torch.optim.Optimizer):
         return [torch.cat(part) if len(part) > 1 else part[0] for part in parts]
 
 
-# Which parameter goes where: the first rule that fits. (class, endings of the name, optimizer, weight decay)
-RULES = (
-    ("attention", ("attn.qkv.weight", "attn.o_proj.weight"), "muon", True),
-    ("ffn", ("ffn.gate.weight", "ffn.up.weight", "ffn.down.weight"), "muon", True),
-    ("embedding", ("embed.weight",), "adamw", True),
-    ("head", ("lm_head.weight",), "adamw", True),
-    ("gate projections", ("attn.lambda_proj.weight", "attn.gate_proj.weight"), "adamw", False),
-    ("gates", ("attn.diff_lambda", "attn.head_gate", ".ls_a", ".ls_f"), "adamw", False),
-    ("norms", ("norm.scale",), "adamw", False),
-)
+# How a parameter of each role (model.Role.kind) is optimised: (optimizer, weight decay)
+ROLES = {
+    "block": ("muon", True),
+    "embedding": ("adamw", True),
+    "head": ("adamw", True),
+    "gate": ("adamw", False),
+    "vector": ("adamw", False),
+}
 
 
-def classify(name: str, p: Tensor) -> tuple[str, str, bool]:
-    """(class, "muon" or "adamw", decayed?) of a parameter. Raises MuonError where no rule fits."""
-    for kind, endings, optimizer, decay in RULES:
-        if name.endswith(endings):
-            return kind, optimizer, decay
-    raise MuonError(
-        f"{name}, shape {tuple(p.shape)}: no rule says how to optimise it; add its name to RULES in muon.py"
-    )
-
-
-def build_optimizers(model: nn.Module, settings: Settings, row_blocks: dict, log=print) -> list:
+def build_optimizers(model: nn.Module, settings: Settings, log=print) -> list:
     """[muon, adamw] over all trainable parameters, each once. Call it after `fully_shard`, which replaces parameters
     (under FSDP1 the order was the reverse). The table of what goes where is logged."""
     table, muon_params, adamw_params, first_name = {}, [], {True: [], False: []}, {}
@@ -306,7 +294,10 @@ def build_optimizers(model: nn.Module, settings: Settings, row_blocks: dict, log
             raise MuonError(
                 f"{name} is {p.dtype}: masters must be fp32, small steps vanish in bf16 (matmuls run in bf16 anyway)"
             )
-        kind, optimizer, decay = classify(name, p)
+        role = model.roles.get(name)
+        if role is None or role.kind not in ROLES:
+            raise MuonError(f"{name}, shape {tuple(p.shape)}: no role says how to optimise it: {role}")
+        kind, (optimizer, decay) = role.kind, ROLES[role.kind]
         (muon_params if optimizer == "muon" else adamw_params[decay]).append((name, p))
         row = table.setdefault(kind, [optimizer, decay, 0, 0])
         row[2], row[3] = row[2] + 1, row[3] + p.numel()
@@ -314,10 +305,8 @@ def build_optimizers(model: nn.Module, settings: Settings, row_blocks: dict, log
         raise MuonError(
             f"the model has no {'AdamW parameters' if muon_params else 'block matrices for Muon'}"
         )
-    unknown = set(row_blocks) - {n for n, _ in muon_params}
-    if unknown:
-        raise MuonError(f"row blocks of {sorted(unknown)}, which are no block matrices of the model")
     s = settings
+    row_blocks = {name: model.roles[name].rows for name, _ in muon_params}
     muon = Muon(muon_params, s.muon_lr, s.muon_momentum, s.weight_decay, row_blocks, COEFFS[s.muon_coeffs])
     groups = [
         dict(params=params, weight_decay=s.weight_decay if decay else 0.0)

@@ -25,7 +25,9 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import model
 from kernels import BLOCK, GPUS, Gpu, host_memory
 from settings import SettingsError, load_settings
 
@@ -166,21 +168,17 @@ def choices(settings, gpu: Gpu) -> dict:
     return {"fp8": fp8, "compile": bool(compiled), "device": "cpu" if cpu else "cuda"}
 
 
-def matrices(settings) -> list[tuple[int, int]]:
-    """(rows, columns) of the matrices of one block that Muon orthogonalises, q, k and v apart."""
-    s = settings
-    q = s.n_heads * s.head_dim * (2 if s.attention == "diff_v2" else 1)
-    kv, d = s.n_kv_heads * s.head_dim, s.d_model
-    fused = [(q, d), (kv, d), (kv, d)]
-    if s.muon_split_heads:
-        height = s.head_dim // 2 if s.attention == "diff" else s.head_dim
-        fused = [(height, d)] * ((q + kv) // height) + [(s.head_dim, d)] * s.n_kv_heads
-    return [*fused, (d, s.n_heads * s.head_dim), (s.ffn_hidden, d), (s.ffn_hidden, d), (d, s.ffn_hidden)]
+class Anatomy(NamedTuple):
+    """What a plan reads from the model, on the meta device."""
+
+    parameters: dict[str, int]  # by kind of role, and in total
+    blocks: list[tuple[int, int]]  # (rows, columns) of what Muon orthogonalises
+    flops_per_token: float  # at the longest context
 
 
-def block_elements(settings) -> int:
-    """Elements of one block's Muon matrices."""
-    return sum(m * n for m, n in matrices(settings))
+def anatomy(settings) -> Anatomy:
+    blocks, flops = model.muon_blocks(settings), model.flops_per_token(settings, settings.ctx_end_len)
+    return Anatomy(model.count_params(settings), blocks, flops)
 
 
 def orthogonalize_flops(rows: int, columns: int, iterations: int = 5) -> float:
@@ -216,9 +214,7 @@ def saved_bytes(settings, mode: str) -> float:
     return per_d * s.d_model + per_kv * s.n_kv_heads * s.head_dim + per_ffn * s.ffn_hidden + probabilities
 
 
-def memory_moments(
-    settings, parameters: dict, micro_batch: int, shard: int, chosen: dict, accum: int
-) -> dict:
+def memory_moments(settings, body: Anatomy, micro_batch: int, shard: int, chosen: dict, accum: int) -> dict:
     """{moment: {component: bytes}} of one rank at the moments that can be the peak of a step.
 
     loss      end of forward: all activations, and the chunk of logits that the loss works on
@@ -227,8 +223,8 @@ def memory_moments(
     update    the optimizer step
     """
     s = settings
-    block, total, tokens = block_elements(s), parameters["total"], micro_batch * s.max_len
-    muon, d = s.n_layers * block, s.d_model
+    muon, total, tokens = body.parameters["block"], body.parameters["total"], micro_batch * s.max_len
+    block, d = muon // s.n_layers, s.d_model
     small = total - muon
     embedding = s.padded_vocab_size * d
     roots = embedding * (1 if s.tie_embeddings else 2)
@@ -276,7 +272,7 @@ def memory_moments(
         "reduce": persistent | {"gradients": gradients, "gathered weights": 2 * roots, "embedding gradients": 8 * roots},
         "update": persistent | {
             "gradients": gradients,
-            "muon buckets": buckets + 8 * max(m * n for m, n in matrices(s)),
+            "muon buckets": buckets + 8 * max(m * n for m, n in body.blocks),
         },
     }  # fmt: skip
 
@@ -288,29 +284,25 @@ def memory_peak(moments: dict, chosen: dict) -> tuple[str, dict, float]:
     return moment, parts, sum(parts.values()) * (1 + (FRAGMENTATION if chosen["device"] == "cuda" else 0))
 
 
-def optimizer_seconds(settings, gpu: Gpu, total: int, gpus: int, shard: int) -> dict:
+def optimizer_seconds(body: Anatomy, gpu: Gpu, gpus: int, shard: int) -> dict:
     """Seconds of the optimizer step: Muon split over all ranks, its traffic, and the elementwise rest."""
-    s = settings
-    work = sorted((orthogonalize_flops(*m) for m in matrices(s) * s.n_layers), reverse=True)
+    work = sorted((orthogonalize_flops(*m) for m in body.blocks), reverse=True)
     loads = [0.0] * gpus
     for flops in work:  # longest first to the least loaded, as muon.py deals them
         loads[loads.index(min(loads))] += flops
     compute = max(loads) / (gpu.bf16 * ACHIEVED["muon"])
     link = gpu.link if gpus <= 8 else gpu.net
-    traffic = 2 * 2 * s.n_layers * block_elements(s) / gpus * (1 - 1 / gpus) / link
-    elementwise = total / shard * 24 / (gpu.bandwidth * ACHIEVED["bandwidth"])
+    traffic = 2 * 2 * body.parameters["block"] / gpus * (1 - 1 / gpus) / link
+    elementwise = body.parameters["total"] / shard * 24 / (gpu.bandwidth * ACHIEVED["bandwidth"])
     exposed = max(compute, traffic) + 0.1 * min(compute, traffic)
     return {"muon_compute": compute, "muon_communication": traffic, "optimizer": exposed + elementwise}
 
 
-def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: int, chosen: dict) -> dict:
+def step_seconds(settings, body: Anatomy, gpu: Gpu, gpus: int, shard: int, accum: int, chosen: dict) -> dict:
     """Computed times of one step and what follows from them."""
-    from model import flops_per_token
-
-    s = settings
+    s, total, per_token = settings, body.parameters["total"], body.flops_per_token
     tokens = s.micro_batch * s.max_len
-    per_token = flops_per_token(s, s.ctx_end_len)
-    linear = 6 * s.n_layers * block_elements(s)
+    linear = 6 * body.parameters["block"]
     head = 6 * s.padded_vocab_size * s.d_model
     # MFU's convention counts all T x T scores; causal needs half
     attention = max(0.0, per_token - linear - head) / 2
@@ -336,7 +328,7 @@ def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: i
     traffic = volume / link + latency
     micro = max(compute, traffic) + 0.03 * min(compute, traffic)
     replica = 2 * 4 * total / shard / gpu.net if gpus > shard else 0.0  # HSDP all-reduce, fp32, not hidden
-    optimizer = optimizer_seconds(s, gpu, total, gpus, shard)
+    optimizer = optimizer_seconds(body, gpu, gpus, shard)
     seconds = accum * micro + optimizer["optimizer"] + replica
     speed = s.tokens_per_step / seconds
     peak_rate = gpu.fp8 if chosen["fp8"] and gpu.fp8 else gpu.bf16
@@ -359,8 +351,6 @@ def step_seconds(settings, gpu: Gpu, gpus: int, shard: int, accum: int, total: i
 
 def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     """The plan of `settings` on `gpus` devices of one kind. Raises SettingsError where the batch does not divide."""
-    from model import count_params
-
     s, device = settings, GPUS[gpu]
     assumed_vocabulary = s.vocab_size is None
     if assumed_vocabulary:  # the data decide it; until then, the seed's
@@ -371,8 +361,8 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     if gpus % shard:
         raise s.error("shard_size", f"does not divide {gpus} GPUs")
     chosen = choices(s, device)
-    parameters = count_params(s)
-    total = parameters["total"]
+    body = anatomy(s)
+    parameters, total = body.parameters, body.parameters["total"]
     capacity = device.memory * USABLE
     if device.name.startswith("CPU"):
         device = dataclasses.replace(device, memory=host_memory() / gpus)
@@ -381,15 +371,15 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     def fits(micro_batch, **changes) -> bool:
         changed = dataclasses.replace(s, **changes)
         micro_steps = s.sequences_per_step // (micro_batch * gpus)
-        moments = memory_moments(changed, parameters, micro_batch, shard, chosen, micro_steps)
+        moments = memory_moments(changed, body, micro_batch, shard, chosen, micro_steps)
         return memory_peak(moments, chosen)[2] <= capacity
 
     sizes = [n for n in range(1, s.sequences_per_step // gpus + 1) if s.sequences_per_step % (n * gpus) == 0]
     largest = max((n for n in sizes if fits(n)), default=0)
-    moments = memory_moments(s, parameters, s.micro_batch, shard, chosen, accum)
+    moments = memory_moments(s, body, s.micro_batch, shard, chosen, accum)
     moment, memory, peak = memory_peak(moments, chosen)
-    speed = step_seconds(s, device, gpus, shard, accum, total, chosen)
-    muon = s.n_layers * block_elements(s)
+    speed = step_seconds(s, body, device, gpus, shard, accum, chosen)
+    muon = parameters["block"]
     # an 8-bit state is stored twice: the codes of each rank, and fp32 for another world size
     states = 4 * total + 4 * muon + (8 if s.adamw == "fp32" else 8 + 2 * (1 + 4 / 256)) * (total - muon)
     start_up = START_UP[chosen["device"]]

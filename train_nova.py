@@ -196,7 +196,7 @@ def start_up(run: Run, launched: float) -> Run:
     with agree.stage("model check"):
         proof.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
     with agree.stage("optimizers"), health.explained_memory(run):
-        run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
+        run.optimizers = muon.build_optimizers(run.model, s, log)
     with agree.stage("compile", s.init_timeout), health.explained_memory(run):
         if run.model.compiled:
             model.compile_shapes(run.model, schedule.contexts(s), run.device)

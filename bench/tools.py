@@ -231,7 +231,7 @@ class NovaTrainer:
         else:
             self.model = model.Nova(settings)
             model.init_weights(self.model, settings)
-        self.optimizers = muon.build_optimizers(self.model, settings, self.model.row_blocks(), log=quiet)
+        self.optimizers = muon.build_optimizers(self.model, settings, log=quiet)
         self.flops = model.flops_per_token(settings, settings.max_len)
 
     def micro(self, x, y):

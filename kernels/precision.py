@@ -13,9 +13,6 @@ import shutil
 import torch
 import torch.nn as nn
 
-# the ones of a block that become float8
-MATRICES = ("attn.qkv", "attn.o_proj", "ffn.gate", "ffn.up", "ffn.down")
-
 
 class ModelError(ValueError):
     """A shape, a setting or a machine that the model cannot work with."""
@@ -85,7 +82,7 @@ def convert_fp8(model, settings, log=print):
     def wanted(module, name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
-        if not name.endswith(MATRICES):
+        if model.roles[f"{name}.weight"].kind != "block":
             skipped[name.rsplit(".", 1)[-1]] = "precision matters more than speed"
         elif any(n % 16 for n in module.weight.shape):
             skipped[name.split(".", 2)[-1]] = f"{tuple(module.weight.shape)} are no multiples of 16"

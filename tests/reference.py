@@ -12,6 +12,32 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
+def block_matrices(s) -> dict[str, tuple[int, int]]:
+    """{name in its layer: shape} of the matrices that Muon orthogonalises."""
+    d, D, maps = s.d_model, s.d_model // s.n_heads, s.n_heads * (2 if s.attention == "diff_v2" else 1)
+    return {
+        "attn.qkv.weight": ((maps + 2 * s.n_kv_heads) * D, d),
+        "attn.o_proj.weight": (d, d),
+        "ffn.gate.weight": (s.ffn_hidden, d),
+        "ffn.up.weight": (s.ffn_hidden, d),
+        "ffn.down.weight": (d, s.ffn_hidden),
+    }
+
+
+def counts(s) -> dict[str, int]:
+    """Parameters by kind, from the formula."""
+    d, V, H = s.d_model, s.padded_vocab_size, s.n_heads
+    v2, diff = s.attention == "diff_v2", s.attention == "diff"
+    vectors = 2 * d + (3 if diff else 2) * d // H + H * (diff + s.head_gate) + (2 * d if s.layer_scale else 0)
+    return {
+        "embedding": V * d,
+        "head": 0 if s.tie_embeddings else V * d,
+        "block": s.n_layers * sum(m * n for m, n in block_matrices(s).values()),
+        "gate": s.n_layers * d * H * (v2 + s.attn_gate),
+        "vector": s.n_layers * vectors + d,
+    }
+
+
 def to_numpy(state: dict) -> dict:
     return {name: t.detach().double().cpu().numpy() for name, t in state.items()}
 

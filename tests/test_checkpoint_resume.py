@@ -33,7 +33,7 @@ def build(rank, world, options, replicas):
         mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
-    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, log=lambda text: None)
     muon.set_rates(optimizers, 4e-3, 2e-3, 0.95)
     return settings, net, optimizers
 

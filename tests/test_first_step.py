@@ -21,7 +21,7 @@ def first_step(rank, world, broken="", tied=True):
     settings = tiny_settings(tie_embeddings=tied, sequences_per_step=8, muon_lr=1e-4, lr=1e-4)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
-    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, log=lambda text: None)
     named, head = list(net.named_parameters()), "embed.weight" if tied else "lm_head.weight"
     lines, agree = [], exchange(rank, world)
     proof = selftest.FirstStepProof(
@@ -105,7 +105,7 @@ def resumed_before_a_bad_step(rank, world, folder):
     settings = tiny_settings(out_dir=folder, muon_lr=1e-4, lr=1e-4)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
-    optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
+    optimizers = muon.build_optimizers(net, settings, log=lambda text: None)
     agree = exchange(rank, world)
     agree.first_step_done = lambda: None
     job = SimpleNamespace(

@@ -138,8 +138,9 @@ def test_grouped_heads_equal_repeated_heads(form):
     few, s = make(torch.float64, attention=form)
     many, s_many = make(torch.float64, attention=form, n_kv_heads=4)
     state = {n: t.clone() for n, t in few.state_dict().items()}
-    for name, rows in few.row_blocks().items():
-        q, k, v = state[name].split(rows)
+    for i in range(s.n_layers):
+        name = f"layers.{i}.attn.qkv.weight"
+        q, k, v = state[name].split(few.roles[name].rows)
         k, v = (t.unflatten(0, (2, s.head_dim)).repeat_interleave(2, 0).flatten(0, 1) for t in (k, v))
         state[name] = torch.cat([q, k, v])
     many.load_state_dict(state)
@@ -447,19 +448,22 @@ def test_a_tied_model_has_one_matrix():
 @pytest.mark.parametrize("changes", [
     *VARIANTS.values(), dict(attention="diff", head_gate=False), dict(attention="diff_v2", tie_embeddings=False),
 ], ids=str)  # fmt: skip
-def test_counts_equal_the_real_model(changes):
+def test_counts_equal_the_formula_and_the_real_model(changes):
     s = tiny_settings(n_layers=3, **changes)
-    with torch.device("meta"):
-        nova = model.Nova(s)
-    real = dict.fromkeys(("embedding", "head", "attention", "ffn", "norms", "other"), 0)
-    for name, p in nova.named_parameters():
-        kind = (
-            "embedding" if name.startswith("embed") else "head" if name.startswith("lm_head")
-            else "ffn" if ".ffn." in name else "attention" if p.ndim == 2
-            else "norms" if name.endswith("scale") else "other"
-        )  # fmt: skip
-        real[kind] += p.numel()
-    assert model.count_params(s) == real | {"total": sum(real.values())}
+    counts = model.count_params(s)
+    assert counts == reference.counts(s) | {"total": sum(p.numel() for p in model.Nova(s).parameters())}
+    assert sum(rows * columns for rows, columns in model.muon_blocks(s)) == counts["block"]
+
+
+def test_a_parameter_without_a_role_is_an_error(monkeypatch):
+    class Scaled(model.SwiGLU):
+        def __init__(self, s):
+            super().__init__(s)
+            self.extra = torch.nn.Parameter(torch.ones(s.ffn_hidden))
+
+    monkeypatch.setattr(model, "SwiGLU", Scaled)
+    with pytest.raises(model.ModelError, match=r"layers\.0\.ffn\.extra has no role"):
+        model.Nova(tiny_settings())
 
 
 def test_the_seeds_dimensions():
@@ -490,10 +494,10 @@ def test_flops_equal_torchs_counter(changes):
 @pytest.mark.parametrize("form", FORMS)
 def test_row_blocks_cover_the_fused_matrix(form):
     nova, s = make(attention=form)
-    (q, k, v), weight = nova.row_blocks()["layers.0.attn.qkv.weight"], nova.layers[0].attn.qkv.weight
+    (q, k, v), weight = nova.roles["layers.0.attn.qkv.weight"].rows, nova.layers[0].attn.qkv.weight
     assert q + k + v == weight.shape[0] and k == v == 32 and q == (128 if form == "diff_v2" else 64)
     nova, s = make(attention=form, muon_split_heads=True)
-    heads = nova.row_blocks()["layers.0.attn.qkv.weight"]
+    heads = nova.roles["layers.0.attn.qkv.weight"].rows
     assert sum(heads) == weight.shape[0] and set(heads) == ({8, 16} if form == "diff" else {16})
 
 
@@ -502,7 +506,7 @@ def test_every_parameter_gets_a_gradient_and_moves(form):
     """By the run's own optimizers, at the first step: none is dead, none is forgotten, no update is lost to rounding."""
     muon = pytest.importorskip("muon")
     nova, s = make(attention=form, attn_gate=True, tie_embeddings=False, noise=False)
-    optimizers = muon.build_optimizers(nova, s, nova.row_blocks(), log=lambda text: None)
+    optimizers = muon.build_optimizers(nova, s, log=lambda text: None)
     before = {n: p.detach().clone() for n, p in nova.named_parameters()}
     ids, targets = tokens(s, B=8)
     nova(ids, targets)[0].backward()

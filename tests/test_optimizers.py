@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import reference
 import torch
 import torch.nn as nn
 from conftest import tiny_settings
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from workers import run
 
 from kernels.adamw8bit import QUANT_BLOCK, AdamW8bit, dequantize, quantize
-from model import Nova
+from model import Nova, Role
 from muon import (
     Muon,
     MuonError,
@@ -84,7 +85,7 @@ def weights(nova) -> dict:
 
 
 def build(nova, settings, log=None):
-    return build_optimizers(nova, settings, nova.row_blocks(), log or (lambda text: None))
+    return build_optimizers(nova, settings, log or (lambda text: None))
 
 
 # --- what goes where ---------------------------------------------------------------------------------------------------
@@ -101,10 +102,11 @@ def test_each_trainable_parameter_exactly_once(attention, tied):
     names = {p: n for n, p in nova.named_parameters()}
     held = [p for o in (muon, adamw) for g in o.param_groups for p in g["params"]]
     assert len(held) == len(set(held)) == len(names) and set(held) == set(names)
-    assert {names[p].split(".", 2)[2] for p in muon.names} == {
-        "attn.qkv.weight", "attn.o_proj.weight", "ffn.gate.weight", "ffn.up.weight", "ffn.down.weight",
-    }  # fmt: skip
-    assert sum(len(muon.blocks[p]) for p in muon.names) == 7 * settings.n_layers
+    matrices = reference.block_matrices(settings)
+    assert {names[p].split(".", 2)[2] for p in muon.names} == set(matrices)
+    assert (
+        sum(len(muon.blocks[p]) for p in muon.names) == (len(matrices) + 2) * settings.n_layers
+    )  # q | k | v
     for group in adamw.param_groups:
         for p in group["params"]:
             table = names[p] in ("embed.weight", "lm_head.weight")
@@ -125,7 +127,7 @@ def test_parameters_without_a_rule_are_refused():
     """No silent fallback: an unknown name, a bf16 master, a flat block matrix, row blocks of something else."""
     nova, settings = initial_nova()
     nova.layers[1].extra = nn.Linear(4, 4, bias=False)
-    with pytest.raises(MuonError, match=r"layers\.1\.extra\.weight.*no rule"):
+    with pytest.raises(MuonError, match=r"layers\.1\.extra\.weight.*no role"):
         build(nova, settings)
     nova, settings = initial_nova()
     with pytest.raises(MuonError, match="bfloat16: masters must be fp32"):
@@ -134,11 +136,15 @@ def test_parameters_without_a_rule_are_refused():
     nova.layers[0].ffn.up.weight = nn.Parameter(torch.zeros(77))
     with pytest.raises(MuonError, match=r"layers\.0\.ffn\.up\.weight.*fully_shard"):
         build(nova, settings)
-    nova, settings = initial_nova()
-    with pytest.raises(MuonError, match="norm.scale"):
-        build_optimizers(nova, settings, {"norm.scale": (64,)}, print)
-    with pytest.raises(MuonError, match="bad.*|row blocks"):
-        build_optimizers(nova, settings, {"layers.0.attn.qkv.weight": (1, 2)}, print)
+    for name, role, problem in (
+        ("norm.scale", Role("block", rows=(64,)), "Muon needs whole 2-D matrices"),
+        ("layers.0.attn.qkv.weight", Role("block", rows=(1, 2)), "do not add up"),
+        ("norm.scale", Role("router"), "no role says how to optimise it.*router"),
+    ):
+        nova, settings = initial_nova()
+        nova.roles[name] = role
+        with pytest.raises(MuonError, match=f"{name}.*{problem}"):
+            build(nova, settings)
 
 
 def built_too_early(rank, world):

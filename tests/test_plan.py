@@ -38,11 +38,9 @@ EAGER_CPU = {"fp8": False, "compile": False, "device": "cpu"}
 
 
 def planned(settings, world: int) -> tuple[str, dict, float]:
-    from model import count_params
-
     shard = settings.shard_size or world
     accum = settings.grad_accum(world)
-    moments = memory_moments(settings, count_params(settings), settings.micro_batch, shard, EAGER_CPU, accum)
+    moments = memory_moments(settings, plan.anatomy(settings), settings.micro_batch, shard, EAGER_CPU, accum)
     moments.pop("update")  # the tracker sees forward and backward; the update has a test of its own
     return memory_peak(moments, EAGER_CPU)
 
@@ -84,7 +82,7 @@ def track(world: int, changes: dict) -> dict:
                 net(ids, ids)[0].backward()
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
         states = 0
-        for optimizer in muon.build_optimizers(net, s, net.row_blocks(), log=quiet):
+        for optimizer in muon.build_optimizers(net, s, log=quiet):
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 state = optimizer.state[p]
                 # AdamW makes its two at its first step
@@ -164,7 +162,7 @@ def test_saved_activations_are_exact_in_eager(attention):
     with FakeTensorMode():
         torch.set_default_dtype(torch.bfloat16)
         try:
-            block = model.Block(s)
+            block = model.Block(s, 0)
         finally:
             torch.set_default_dtype(torch.float32)
         x = torch.zeros(2, s.max_len, s.d_model, dtype=torch.bfloat16, requires_grad=True)
@@ -202,7 +200,7 @@ def test_saved_activations_are_exact_when_compiled(attention, device):
     streams = 2 if attention == "diff" else 1
     torch.set_default_dtype(torch.bfloat16)
     try:
-        block = model.Block(s)
+        block = model.Block(s, 0)
     finally:
         torch.set_default_dtype(torch.float32)
     block.attn.kernel = "blocks" if device == "cpu" else "padded"
@@ -247,7 +245,7 @@ def real_step() -> list[float]:
     mesh = init_device_mesh("cpu", (1,))
     baseline = metrics.memory("cpu")["now"]
     net = model.build_model(s, mesh, "cpu", log=lambda *_: None)
-    optimizers = muon.build_optimizers(net, s, net.row_blocks(), log=lambda *_: None)
+    optimizers = muon.build_optimizers(net, s, log=lambda *_: None)
     for i in range(2):
         net.set_requires_gradient_sync(i == 1)
         ids = torch.randint(0, s.vocab_size, (s.micro_batch, s.max_len))
