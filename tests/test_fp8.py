@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import reference
 import torch
 from conftest import tiny_settings
 from test_model import FORMS, make, tokens
@@ -38,17 +39,12 @@ def fp8(dtype=torch.bfloat16, log=None, noise=True, **changes):
 @pytest.mark.parametrize("form", FORMS)
 def test_exactly_the_block_matrices_become_float8(form):
     lines = []
-    nova, _, s = fp8(
-        log=lines.append, attention=form, attn_gate=True, tie_embeddings=False, n_heads=16, n_kv_heads=16
-    )
+    changes = dict(attention=form, attn_gate=True, tie_embeddings=False, n_heads=16, n_kv_heads=16)
+    nova, _, s = fp8(log=lines.append, **changes)
     names = {n for n, m in nova.named_modules() if isinstance(m, torchao.float8_linear.Float8Linear)}
-    want = {
-        f"layers.{i}.{m}"
-        for i in (0, 1)
-        for m in ("attn.qkv", "attn.o_proj", "ffn.gate", "ffn.up", "ffn.down")
-    }
+    want = {f"layers.{i}.{m}".removesuffix(".weight") for i in (0, 1) for m in reference.block_matrices(s)}
     assert names == want  # not the (16, 64) projections of gates, whose dimensions would do
-    assert f"10 of {13 + 2 * (form == 'diff_v2')} linear layers" in lines[0]
+    assert f"{len(want)} of {len(want) + 3 + 2 * (form == 'diff_v2')} linear layers" in lines[0]
     assert all(word in lines[0] for word in ("lm_head", "gate_proj", "rowwise"))
     assert (
         nova.layers[1].ffn.up.config.emulate and not fp8(fp8_emulate=False)[0].layers[1].ffn.up.config.emulate
@@ -57,8 +53,12 @@ def test_exactly_the_block_matrices_become_float8(form):
 
 def test_dimensions_that_are_no_multiples_of_16_stay_bf16_and_are_named():
     lines = []
-    nova, _, _ = fp8(log=lines.append, ffn_hidden=120)
-    assert "4 of 10" in lines[0] and "ffn.down" in lines[0] and "120" in lines[0]
+    _, _, s = fp8(log=lines.append, ffn_hidden=120)
+    assert (
+        f"4 of {2 * len(reference.block_matrices(s))}" in lines[0]
+        and "ffn.down" in lines[0]
+        and "120" in lines[0]
+    )
     with pytest.raises(model.ModelError, match="use_fp8='on'.*multiples of 16"):
         fp8(d_model=40, n_heads=5, n_kv_heads=5, ffn_hidden=120)
 

@@ -328,7 +328,7 @@ def test_weights_start_at_their_spread(tie):
         "norm.scale": 1.0,
     }
     for layer in (1, 7):
-        names = dict.fromkeys(("attn.qkv.weight", "ffn.gate.weight", "ffn.up.weight"), 0.02)
+        names = dict.fromkeys(reference.block_matrices(tiny_settings(**s)), 0.02)
         names |= dict.fromkeys(("attn.o_proj.weight", "ffn.down.weight"), 0.02 / 4)
         names |= dict.fromkeys(("attn.lambda_proj.weight", "attn.gate_proj.weight"), 0.0)
         names |= {
@@ -409,12 +409,11 @@ def test_the_loss_needs_a_quarter_of_the_whole_losss_memory(N, d, vocab):
 
 # --- parameters, counts --------------------------------------------------------------------------------------
 
-NAMES = {  # frozen: checkpoints and exports are read by these names
+NAMES = {  # frozen, with those of reference.block_matrices: checkpoints and exports are read by these names
     "embed.weight": (320, 64), "layers.0.attn_norm.scale": (64,), "layers.0.ffn_norm.scale": (64,),
-    "layers.0.attn.qkv.weight": (128, 64), "layers.0.attn.o_proj.weight": (64, 64), "layers.0.attn.q_norm.scale": (16,),
-    "layers.0.attn.k_norm.scale": (16,), "layers.0.attn.h_norm.scale": (16,), "layers.0.attn.diff_lambda": (4,),
-    "layers.0.attn.head_gate": (4,), "layers.0.ffn.gate.weight": (128, 64), "layers.0.ffn.up.weight": (128, 64),
-    "layers.0.ffn.down.weight": (64, 128), "layers.0.ls_a": (64,), "layers.0.ls_f": (64,), "norm.scale": (64,),
+    "layers.0.attn.q_norm.scale": (16,), "layers.0.attn.k_norm.scale": (16,), "layers.0.attn.h_norm.scale": (16,),
+    "layers.0.attn.diff_lambda": (4,), "layers.0.attn.head_gate": (4,),
+    "layers.0.ls_a": (64,), "layers.0.ls_f": (64,), "norm.scale": (64,),
 }  # fmt: skip
 
 
@@ -423,18 +422,18 @@ NAMES = {  # frozen: checkpoints and exports are read by these names
     dict(attention="standard", layer_scale=0.0, head_gate=False),
 ], ids=str)  # fmt: skip
 def test_state_dict_names_and_shapes_are_frozen(changes):
-    want = dict(NAMES)
+    s = tiny_settings(n_layers=1, **changes)
+    want = NAMES | {f"layers.0.{n}": shape for n, shape in reference.block_matrices(s).items()}
+    assert want["layers.0.attn.qkv.weight"] == ((192, 64) if s.attention == "diff_v2" else (128, 64))
     if changes.get("attention"):
         del want["layers.0.attn.h_norm.scale"], want["layers.0.attn.diff_lambda"]
     if changes.get("attention") == "diff_v2":
-        want["layers.0.attn.qkv.weight"] = (192, 64)
         want["layers.0.attn.lambda_proj.weight"] = want["layers.0.attn.gate_proj.weight"] = (4, 64)
     if changes.get("attention") == "standard":
         del want["layers.0.attn.head_gate"], want["layers.0.ls_a"], want["layers.0.ls_f"]
     if not changes.get("tie_embeddings", True):
         want["lm_head.weight"] = (320, 64)
-    with torch.device("meta"):
-        nova = model.Nova(tiny_settings(n_layers=1, **changes))
+    nova = model.on_meta(s)
     assert {n: tuple(t.shape) for n, t in nova.state_dict().items()} == want
 
 
