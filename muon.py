@@ -99,6 +99,39 @@ def update_scale(shape) -> float:
     return 0.2 * math.sqrt(max(shape))
 
 
+def orthogonalize_blocks(
+    matrices: list[Tensor], heights: list[tuple[int, ...]], names: list[str], coeffs, dtype, watch=None
+) -> list[Tensor]:
+    """The update of each whole matrix (rows, columns), by row blocks of the given heights; small blocks of one shape share
+    a batch. `watch`: see Muon."""
+    blocks, labels = [], []
+    for M, rows, name in zip(matrices, heights, names, strict=True):
+        blocks += M.split(rows)
+        labels += [name] if len(rows) == 1 else [f"{name}[{i}]" for i in range(len(rows))]
+    same = defaultdict(list)
+    for i, block in enumerate(blocks):
+        same[block.shape].append(i)
+    done = [None] * len(blocks)
+    for shape, ids in same.items():
+        scale, device = update_scale(shape), blocks[ids[0]].device
+        large = LARGE.get(device.type, LARGE["cuda"])
+        many = 1 if shape.numel() >= large else 4 * large // shape.numel()
+        for chunk in (ids[i : i + many] for i in range(0, len(ids), many)):
+            if many == 1:
+                batch = [orthogonalize(blocks[chunk[0]], coeffs, dtype, scale)]
+            else:
+                G = pack([blocks[i] for i in chunk], dtype, device).view(-1, *shape)
+                batch = orthogonalize(G, coeffs, dtype, scale)
+            for i, update in zip(chunk, batch, strict=True):
+                done[i] = update
+        if watch:
+            for i in ids:
+                watch(labels[i], blocks[i], done[i].float() / scale)
+    parts = iter(done)
+    parts = [[next(parts) for _ in rows] for rows in heights]
+    return [torch.cat(part) if len(part) > 1 else part[0] for part in parts]
+
+
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for whole 2-D matrices; give the rest to AdamW.
 
@@ -191,6 +224,10 @@ class Muon(torch.optim.Optimizer):
             for (i, key, _), items in buckets.items()
         ]
 
+    def _orthogonalized(self, params: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
+        heights, names = ([table[p] for p in params] for table in (self.blocks, self.names))
+        return orthogonalize_blocks(matrices, heights, names, self.coeffs, self.dtype, self.watch)
+
     def _update(self, turn: int, group: dict, layout: Layout, items: list[tuple[int, Tensor]]):
         """One bucket. Each yield lets other buckets run while a collective is in flight; every rank yields equally often,
         or the replicas would start their broadcasts in different orders and hang."""
@@ -239,37 +276,6 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
         for r, u in zip(rows, updates, strict=True):
             r.add_(u.to(r.device), alpha=-group["lr"])
-
-    def _orthogonalized(self, params: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
-        """The update of each whole matrix, by row blocks; small blocks of one shape share a batch."""
-        blocks, labels = [], []
-        for p, M in zip(params, matrices, strict=True):
-            heights = self.blocks[p]
-            blocks += M.split(heights)
-            name = self.names[p]
-            labels += [name] if len(heights) == 1 else [f"{name}[{i}]" for i in range(len(heights))]
-        same = defaultdict(list)
-        for i, block in enumerate(blocks):
-            same[block.shape].append(i)
-        done = [None] * len(blocks)
-        for shape, ids in same.items():
-            scale = update_scale(shape)
-            large = LARGE.get(matrices[0].device.type, LARGE["cuda"])
-            many = 1 if shape.numel() >= large else 4 * large // shape.numel()
-            for chunk in (ids[i : i + many] for i in range(0, len(ids), many)):
-                if many == 1:
-                    batch = [orthogonalize(blocks[chunk[0]], self.coeffs, self.dtype, scale)]
-                else:
-                    G = pack([blocks[i] for i in chunk], self.dtype, matrices[0].device).view(-1, *shape)
-                    batch = orthogonalize(G, self.coeffs, self.dtype, scale)
-                for i, update in zip(chunk, batch, strict=True):
-                    done[i] = update
-            if self.watch:
-                for i in ids:
-                    self.watch(labels[i], blocks[i], done[i].float() / scale)
-        parts = iter(done)
-        parts = [[next(parts) for _ in self.blocks[p]] for p in params]
-        return [torch.cat(part) if len(part) > 1 else part[0] for part in parts]
 
 
 # How a parameter of each role (model.Role.kind) is optimised: (optimizer, weight decay)
