@@ -34,7 +34,7 @@ from settings import SettingsError, load_settings
 GB = 1e9
 
 
-# Achieved shares of the peaks: assumptions, calibrated on published runs, to be replaced by `python -m bench --gpu`.
+# Achieved shares of the peaks: assumptions, calibrated on published runs, to be replaced by `python -m bench gpu`.
 ACHIEVED = {"bf16": 0.60, "fp8": 0.45, "attention": 0.30, "muon": 0.60, "bandwidth": 0.75}
 # Rate of the blocks' matmuls against tensorwise, which ACHIEVED["fp8"] is calibrated on (torchtitan, 8B, H200: 10,938
 # tokens/s/GPU). torchao's 8B on H100s ran rowwise at 0.88 of tensorwise, the whole step.
@@ -54,14 +54,9 @@ class Plan:
 
     gpu: Gpu
     gpus: int
-    facts: dict  # what was chosen: fp8, compile, micro_batch…
+    facts: dict  # what was chosen: fp8, compile, micro_batch, grad_accum, steps…
     parameters: dict[str, int]
-    memory: dict[str, float]  # component -> bytes per GPU
-    memory_moment: str  # see memory_moments
-    memory_peak: float
-    memory_capacity: float
-    largest_micro_batch: int
-    batch: dict
+    memory: dict  # bytes per GPU: "peak", its "parts" and "moment" (memory_moments), "capacity"; "largest_micro_batch"
     speed: dict
     money: dict
     files: dict
@@ -91,7 +86,7 @@ class Plan:
         speed, rate = self.speed, "tokens_per_second_per_gpu"
         rows = (
             ("parameters", self.parameters["total"], report.get("parameters"), number),
-            (memory_name, self.memory_peak / GB, memory, "{:.2f}".format),
+            (memory_name, self.memory["peak"] / GB, memory, "{:.2f}".format),
             ("seconds a step", speed["seconds_per_step"], report.get("seconds_per_step"), "{:.3g}".format),
             ("tokens/s/GPU", speed[rate], report.get(rate), number),
             ("MFU", speed["mfu"], mfu, "{:.1%}".format),
@@ -105,21 +100,19 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan for a person."""
-        f, b, s, m, c = self.facts, self.batch, self.speed, self.money, self.files
+        f, memory, s, m, c = self.facts, self.memory, self.speed, self.money, self.files
         cpu = f["device"] == "cpu"
         out = [f"plan: {self.gpus} x {self.gpu.name}, computed, not measured ({f['how']})"]
         total = self.parameters["total"]
         classes = "  ".join(f"{k} {number(v)}" for k, v in self.parameters.items() if k != "total" and v)
         out.append(f"  parameters   {number(total)} = {total:,}: {classes}")
-        parts = "  ".join(f"{k} {v / GB:.2f}" for k, v in self.memory.items() if v >= 0.005 * GB)
-        share = f" of {self.memory_capacity / GB:.0f} GB usable" if self.memory_capacity else ""
+        parts = "  ".join(f"{k} {v / GB:.2f}" for k, v in memory["parts"].items() if v >= 0.005 * GB)
+        share = f" of {memory['capacity'] / GB:.0f} GB usable" if memory["capacity"] else ""
+        out.append(f"  memory/GPU   {memory['peak'] / GB:.2f} GB peak{share}, in {memory['moment']}: {parts}")
         out.append(
-            f"  memory/GPU   {self.memory_peak / GB:.2f} GB peak{share}, in {self.memory_moment}: {parts}"
-        )
-        out.append(
-            f"  batch        {b['sequences_per_step']} sequences = {number(b['tokens_per_step'])} tokens/step: "
-            f"micro_batch {b['micro_batch']} x {b['grad_accum']} micro-steps x {self.gpus} GPUs; "
-            f"largest micro_batch that fits: {self.largest_micro_batch or 'none'}"
+            f"  batch        {f['sequences_per_step']} sequences = {number(f['tokens_per_step'])} tokens/step: "
+            f"micro_batch {f['micro_batch']} x {f['grad_accum']} micro-steps x {self.gpus} GPUs; "
+            f"largest micro_batch that fits: {memory['largest_micro_batch'] or 'none'}"
         )
         out.append(
             f"  step         {s['seconds_per_step']:.3g} s at {100 * s['mfu']:.0f} % MFU: "
@@ -134,8 +127,8 @@ class Plan:
             f"{1e3 * s['muon_communication']:.0f}){s['replica_text']}"
         )
         out.append(
-            f"  schedule     {b['steps']:,} steps = {number(b['tokens'])} tokens "
-            f"({b['tokens'] / total:.2g} a parameter): {hours(m['hours'])}"
+            f"  schedule     {f['steps']:,} steps = {number(f['tokens'])} tokens "
+            f"({f['tokens'] / total:.2g} a parameter): {hours(m['hours'])}"
             + ("" if cpu else f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour")
         )
         if m["budget_hours"]:
@@ -377,7 +370,7 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     sizes = [n for n in range(1, s.sequences_per_step // gpus + 1) if s.sequences_per_step % (n * gpus) == 0]
     largest = max((n for n in sizes if fits(n)), default=0)
     moments = memory_moments(s, body, s.micro_batch, shard, chosen, accum)
-    moment, memory, peak = memory_peak(moments, chosen)
+    moment, parts, peak = memory_peak(moments, chosen)
     speed = step_seconds(s, body, device, gpus, shard, accum, chosen)
     muon = parameters["block"]
     # an 8-bit state is stored twice: the codes of each rank, and fp32 for another world size
@@ -389,17 +382,15 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     tokens = s.steps * s.tokens_per_step
     price = s.usd_per_gpu_hour * gpus
     result = Plan(
-        gpu=device, gpus=gpus, parameters=parameters, memory=memory, memory_moment=moment, memory_peak=peak,
-        memory_capacity=capacity, largest_micro_batch=largest,
+        gpu=device, gpus=gpus, parameters=parameters,
+        memory=dict(peak=peak, moment=moment, parts=parts, capacity=capacity, largest_micro_batch=largest),
         facts={
             **chosen, "shard_size": shard, "vocab_size": s.vocab_size,
+            "sequences_per_step": s.sequences_per_step, "tokens_per_step": s.tokens_per_step, "micro_batch": s.micro_batch,
+            "grad_accum": accum, "steps": s.steps, "tokens": tokens,
             "how": f"{'fp8 ' + s.fp8_recipe if chosen['fp8'] else 'bf16'}, {'compiled' if chosen['compile'] else 'eager'}, "
             f"checkpointing {s.activation_checkpointing}, AdamW {s.adamw}, weights over {shard} GPUs"
             + (f", {gpus // shard} replicas" if gpus > shard else ""),
-        },
-        batch={
-            "sequences_per_step": s.sequences_per_step, "tokens_per_step": s.tokens_per_step, "micro_batch": s.micro_batch,
-            "grad_accum": accum, "steps": s.steps, "tokens": tokens,
         },
         speed=speed,
         money={
@@ -423,13 +414,14 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
 def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
     """Fill in warnings and problems."""
     money, speed, warn = result.money, result.speed, result.warnings.append
-    peak_gb, capacity_gb = result.memory_peak / GB, result.memory_capacity / GB
+    peak_gb, capacity_gb = result.memory["peak"] / GB, result.memory["capacity"] / GB
+    largest, tokens = result.memory["largest_micro_batch"], number(result.facts["tokens"])
     if assumed_vocabulary:
         warn(
             f"vocab_size is not set: {result.facts['vocab_size']:,} assumed until the data's metadata.json says it"
         )
-    if result.memory_peak > result.memory_capacity:
-        cures = [f"micro_batch={result.largest_micro_batch}"] if result.largest_micro_batch else []
+    if peak_gb > capacity_gb:
+        cures = [f"micro_batch={largest}"] if largest else []
         for name, value in (
             ("reduce_every_micro_step", True), ("activation_checkpointing", "selective"),
             ("activation_checkpointing", "full"), ("cpu_offload", True),
@@ -442,7 +434,7 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
         result.problems.append(
             f"needs {peak_gb:.1f} GB of {capacity_gb:.1f} GB usable on each GPU: " + " or ".join(cures)
         )
-    elif result.memory_peak > 0.9 * result.memory_capacity:
+    elif peak_gb > 0.9 * capacity_gb:
         warn(f"memory is tight: {peak_gb:.1f} of {capacity_gb:.1f} GB usable")
     if s.max_hours or s.job_hours:
         warmup = (s.warmup_steps * speed["seconds_per_step"] + START_UP[result.facts["device"]]) / 3600
@@ -454,12 +446,12 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
             )
         elif share < 1 and s.max_hours:
             warn(
-                f"{budget:g} h buy about {100 * share:.0f} % of the {number(result.batch['tokens'])}-token schedule: "
+                f"{budget:g} h buy about {100 * share:.0f} % of the {tokens}-token schedule: "
                 f"the decay will be moved to end at about step {share * s.steps:,.0f}"
             )
         elif share < 1:
             warn(
-                f"{budget:g} h buy about {100 * share:.0f} % of the {number(result.batch['tokens'])}-token schedule: "
+                f"{budget:g} h buy about {100 * share:.0f} % of the {tokens}-token schedule: "
                 f"about {math.ceil(1 / share) if share else 'too many'} launches of job_hours={s.job_hours:g}, "
                 f"the rate still {'at its peak' if s.schedule == 'wsd' else 'near its peak'} after the first. To end "
                 f"decayed, set max_hours, or target_tokens={money['budget_tokens']:.2g}"
@@ -475,7 +467,7 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
     if s.use_fp8 == "auto" and result.facts["fp8"] and s.fp8_recipe == "rowwise":
         warn(
             "fp8_recipe=rowwise gained 10 % on a published 8B (25 % there needed tensorwise and float8 all-gather, not used "
-            "here): measure with python -m bench --gpu"
+            "here): measure with python -m bench gpu"
         )
     if result.facts["fp8"] and not result.facts["compile"]:
         warn("fp8 without compile is slower than bf16: use_compile=True, or use_fp8=off")

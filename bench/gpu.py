@@ -114,7 +114,7 @@ def step_of(device: Device, layers: int, batch: int | None = None, **changes) ->
     micro = device.time(lambda: trainer.micro(x, y))
     peak = device.peak()
     update = device.time(lambda: trainer.update(0.01), min(3, device.rounds))
-    planned = plan.plan(settings, 1, "h200").memory_peak
+    planned = plan.plan(settings, 1, "h200").memory["peak"]
     return dict(
         micro=micro, update=update, peak=peak, planned=planned, first=first, tokens=x.numel(), flops=trainer.flops
     )  # fmt: skip
@@ -335,7 +335,7 @@ def case_extrapolate(report: Report, device: Device, found: dict):
         micro = r["rest"] + settings.n_layers * r["block"]
         traffic = p.speed["communication"]
         optimizer = max(settings.n_layers * r["update"] / 8, p.speed["muon_communication"])
-        accum = p.batch["grad_accum"]
+        accum = p.facts["grad_accum"]
         seconds = accum * (max(micro, traffic) + 0.03 * min(micro, traffic)) + optimizer
         rate = settings.tokens_per_step / seconds / 8
         report.fact(

@@ -262,7 +262,7 @@ def test_a_real_step_of_two_gigabytes_is_within_a_fifth_of_the_plan():
                           env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"})  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     real = float(done.stdout.split()[-1])
-    peak = plan.plan(tiny_settings(**BIG), 1, "cpu").memory_peak
+    peak = plan.plan(tiny_settings(**BIG), 1, "cpu").memory["peak"]
     print(f"planned {peak / GB:.2f} GB, resident memory grew by {real / GB:.2f} GB, ratio {peak / real:.3f}")
     assert real > 2 * GB and 0.8 < peak / real < 1.2
 
@@ -311,9 +311,9 @@ def test_the_seeds_run_is_what_it_is(capsys):
     code, out, _ = run(capsys, config("h200_8x.py"), "--vocab_size=65536", "--json")
     p = json.loads(out)
     assert code == 0 and p["parameters"]["total"] == 7_902_661_952
-    assert p["batch"]["tokens_per_step"] == 786_432 and p["batch"]["steps"] == 254_314
+    assert p["facts"]["tokens_per_step"] == 786_432 and p["facts"]["steps"] == 254_314
     assert 0.05 < p["money"]["budget_share"] < 0.10
-    assert 60e9 < p["files"]["checkpoint"] < 70e9 and p["memory_peak"] < p["memory_capacity"]
+    assert 60e9 < p["files"]["checkpoint"] < 70e9 and p["memory"]["peak"] < p["memory"]["capacity"]
     assert any("of the 200.00B-token schedule" in w for w in p["warnings"])
     assert p["speed"]["communication_hidden"] and 0.3 < p["speed"]["mfu"] < 0.8
     code, out, _ = run(capsys, config("h200_8x_10b.py"), "--vocab_size=65536", "--json")
@@ -346,7 +346,7 @@ def test_a_config_file_can_run_and_says_what_the_plan_says(capsys, name):
     with open(config(f"{name}.py")) as f:
         said = re.search(r"plan.py.* ([\d.]+) s a step, (\d+) GB a GPU", f.read())
     if gpu == "h200":
-        seconds, memory = plan["speed"]["seconds_per_step"], plan["memory_peak"] / 1e9
+        seconds, memory = plan["speed"]["seconds_per_step"], plan["memory"]["peak"] / 1e9
         assert said.groups() == (f"{seconds:.3g}", f"{memory:.0f}"), f"now {seconds:.3g} s, {memory:.0f} GB"
 
 
@@ -382,11 +382,11 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
         **{**LLAMA, "max_len": 2048, "micro_batch": 1, "sequences_per_step": 512, "use_fp8": "off"}
     )
     p = plan.plan(s, 8, "h200")
-    assert 1 < p.largest_micro_batch < 64
-    for size, fits in ((p.largest_micro_batch, True), (2 * p.largest_micro_batch, False)):
+    assert 1 < p.memory["largest_micro_batch"] < 64
+    for size, fits in ((p.memory["largest_micro_batch"], True), (2 * p.memory["largest_micro_batch"], False)):
         s.micro_batch = size
         p = plan.plan(s, 8, "h200")
-        assert (p.memory_peak <= p.memory_capacity) is fits and (p.exit_code == 0) is fits
+        assert (p.memory["peak"] <= p.memory["capacity"]) is fits and (p.exit_code == 0) is fits
 
 
 def test_a_budget_that_ends_inside_the_warm_up_is_refused(capsys):
@@ -419,7 +419,7 @@ def test_the_plan_needs_no_process_group_and_no_environment():
 
 def test_plan_against_measured_compares_what_was_measured():
     p = plan.plan(tiny_settings(), 1, "cpu")
-    report = {"parameters": p.parameters["total"], "memory_peak_gb": 0.5 + p.memory_peak / GB * 2,
+    report = {"parameters": p.parameters["total"], "memory_peak_gb": 0.5 + p.memory["peak"] / GB * 2,
               "memory_before_model_gb": 0.5, "seconds_per_step": None}  # fmt: skip
     lines = p.against(report)
     assert len(lines) == 3 and lines[1].endswith("1.00") and lines[2].endswith("2.00")
