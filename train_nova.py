@@ -47,16 +47,13 @@ import muon
 import plan
 import sample
 import schedule
+import track
 from launch import proof
 from store import checkpoint, uploads
-from track import health, metrics
 
 # A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
 UPLOAD_SECONDS = 4 * 3600
 STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
-# The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one. A budget moves
-# it by itself while the run lasts.
-HORIZON = ("total_steps", "target_tokens", "schedule", "decay_frac", "warmup_steps", "max_hours")
 
 
 @dataclass
@@ -76,7 +73,7 @@ class Run:
     optimizers: list = None  # [muon, adamw]
     checkpoints: checkpoint.Checkpoints = None
     publisher: object = None  # hub.Publisher of its checkpoints and export, when they are published
-    metrics: "metrics.Metrics" = None
+    metrics: track.Metrics = None
     baseline: float | None = None  # nats/token of a bigram table on the held-out rows, for small vocabularies
     budget: schedule.Budget = None  # all ranks keep one; rank 0's decides
     horizon: schedule.Horizon = None  # start of the decay, end of the run: recorded, never read from a clock
@@ -102,7 +99,7 @@ def train(settings: Settings) -> dict:
     run = start_up(Run(settings, agree, log, agree.device, grace=startup.grace_seconds()), launched)
     if complete(run):
         return published(run)
-    with health.explained_memory(run):
+    with track.explained_memory(settings, run.planned, lambda: run.step):
         if settings.drill:
             return drill.drill(run, loop, evaluate, save, resume, export)
         stop = loop(run, settings.stop_at)
@@ -178,8 +175,8 @@ def start_up(run: Run, launched: float) -> Run:
         run.stream = data.open_stream(s, agree, log, saved and saved["data"])
         s.vocab_size = run.stream.vocab_size
         proof.check_equal(agree, "the vocabulary", s.digest())
-        run.metrics = metrics.Metrics(
-            s, s.out_dir, agree.world, run.device, lambda ctx: model.flops_per_token(s, ctx), log,
+        run.metrics = track.Metrics(
+            s, agree.world, run.device, lambda ctx: model.flops_per_token(s, ctx), log,
             main=agree.rank == 0, launched=launched, run_id=run.checkpoints.run_id,
         )  # fmt: skip
         if run.stream.vocab_size <= 4096:
@@ -191,24 +188,25 @@ def start_up(run: Run, launched: float) -> Run:
         files = planned.files if planned else {"checkpoint": 0, "weights": 0}
         room = run.checkpoints.room(files["checkpoint"]) + int(files["weights"])
         proof.check_storage(agree, s.out_dir, room, log)
-    with agree.stage("model"), health.explained_memory(run):
+    with agree.stage("model"), track.explained_memory(s, planned, lambda: run.step):
         run.model = model.build_model(s, mesh, run.device, log)
     with agree.stage("model check"):
         proof.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
-    with agree.stage("optimizers"), health.explained_memory(run):
+    with agree.stage("optimizers"), track.explained_memory(s, planned, lambda: run.step):
         run.optimizers = muon.build_optimizers(run.model, s, run.model.row_blocks(), log)
-    with agree.stage("compile", s.init_timeout), health.explained_memory(run):
+    with agree.stage("compile", s.init_timeout), track.explained_memory(s, planned, lambda: run.step):
         if run.model.compiled:
             model.compile_shapes(run.model, schedule.contexts(s), run.device)
         run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
     with agree.stage("resume"):
         resume(run, saved, path)
         assumed = (planned.assumed if planned else {}) | drill.drilled(s.out_dir)
-        run.budget = schedule.Budget(s, launched, run.metrics.used_before, assumed, agree.world)
+        run.budget = schedule.Budget(s, launched, run.metrics.journal.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
-        run.checkpoints.beside = [run.metrics.path]  # the curve goes on where only the checkpoints do
-        run.metrics.launch(run.step, settings_digest=s.digest())
+        # the curve goes on where only the checkpoints do
+        run.checkpoints.beside = [os.path.join(s.out_dir, "metrics.jsonl")]
+        run.metrics.launch(run.step, run.horizon.end_step, settings_digest=s.digest())
         run.saved_at = time.monotonic()
     agree.note(step=run.step, saved=run.step if saved else None)
     return run
@@ -232,7 +230,7 @@ def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
         path = s.schedule_from
         if not os.path.exists(os.path.join(path, "state.json")):
             raise s.error("schedule_from", "is not the folder of a checkpoint (…/checkpoints/step-…)")
-        allowed = dataclasses.replace(s, allow_change=[*s.allow_change, *HORIZON])
+        allowed = dataclasses.replace(s, allow_change=[*s.allow_change, *schedule.HORIZON])
     if path is None:
         run.log(f"[resume] a fresh start in {s.out_dir}")
         return None, None
@@ -268,18 +266,12 @@ def resume(run: Run, saved: dict | None, path: str | None):
     restore_optimizers(run, shared, own if own_loaded else None)
     run.step = saved["step"]
     branch = path == run.settings.schedule_from
-    run.horizon = schedule.Horizon.from_dict(saved["horizon"])
-    moved = {n for n in HORIZON if saved["settings"].get(n) != run.asked[n]}
-    over = run.horizon.end_step <= run.step < run.settings.steps  # a budget ended it, or total_steps grew
-    if branch or moved - {"max_hours"} or (moved and over):
-        old = run.horizon
-        run.horizon = schedule.changed_horizon(run.settings, run.step, old, branch or "schedule" in moved)
-        run.log(
-            f"[resume] a new horizon: decay from step {run.horizon.decay_start}, end at {run.horizon.end_step}; "
-            f"{old.at(run.step - 1):.0%} of the decay were done, at the next step {run.horizon.at(run.step):.0%} are"
-        )
+    horizon = schedule.Horizon.from_dict(saved["horizon"])
+    run.horizon, line = schedule.resumed_horizon(run.settings, run.step, horizon, saved["settings"], branch)
+    if line:
+        run.log(f"[resume] {line}")
     if branch:
-        run.metrics.tokens = saved["metrics"]["tokens"]
+        run.metrics.totals.tokens = saved["metrics"]["tokens"]
     else:
         run.metrics.load_state(saved["metrics"], path)
     exact = own_loaded and saved["world"] == run.agree.world and ROUNDING not in run.changed
@@ -329,8 +321,9 @@ def published(run: Run, seconds: float = UPLOAD_SECONDS) -> dict:
 def loop(run: Run, stop_at: int | None) -> str | None:
     """Train to the horizon's end (which agreed events may move) or to step `stop_at`. None at the end, or why it stopped."""
     s, agree, stream = run.settings, run.agree, run.stream
-    timer, meter = metrics.StepTimer(run.device), metrics.LossMeter(stream.domains, run.device)
-    watcher, stop = health.Watcher(run), None
+    timer, meter = track.StepTimer(run.device), track.LossMeter(stream.domains, run.device)
+    named, fresh, stop = run.model.named_parameters(), run.step == 0, None
+    watcher = track.Watcher(s, agree, named, run.optimizers[0], run.log, fresh)
     run.model.train()
     while run.step < min(stop_at or run.horizon.end_step, run.horizon.end_step) and not stop:
         agree.tick(f"step {run.step + 1}", s.init_timeout if watcher.proof else s.step_timeout)
@@ -346,18 +339,20 @@ def loop(run: Run, stop_at: int | None) -> str | None:
         timer.mark("forward_backward")
         grad_norm = muon.clip_grads(run.model, s.grad_clip, s.tokens_per_step / max(valid_tokens, 1)).item()
         loss, loss_by_domain, _ = meter.read(dist.all_reduce)
-        watcher.before_update(loss, loss_by_domain, grad_norm, rates)
-        bad = update(run, loss, grad_norm)
-        watcher.after_update(loss, grad_norm, rates)
+        ctx = schedule.context_length(run.step, s)
+        done = track.Step(
+            run.step + 1, loss, loss_by_domain, grad_norm, rates, ctx, valid_tokens, stream.epochs()
+        )
+        watcher.before_update(done, last=run.bad_in_a_row + 1 >= s.max_bad_steps)
+        update(run, done)
+        watcher.after_update(done)
         timer.mark("optimizer")
 
         run.step += 1
-        timers = timer.read()
-        run.budget.stepped(timers["total"])
-        run.metrics.step(
-            run.step, loss, loss_by_domain, grad_norm, rates, schedule.context_length(run.step - 1, s), valid_tokens,
-            timers, stream.epochs(), run.budget.left(time.monotonic()), bad, run.horizon.end_step, watcher.slowest(timers),
-        )  # fmt: skip
+        done.seconds = timer.read()
+        run.budget.stepped(done.seconds["total"])
+        run.metrics.step(done, run.budget.left(time.monotonic()))
+        watcher.after_step(done)
         stream.refresh(run.step)
         if run.step % s.eval_every == 0 and run.step < run.horizon.end_step:
             if evaluate(run, s.eval_rows):
@@ -408,7 +403,7 @@ def agree_on_step(
     return stop, bool(save_due), int(valid)
 
 
-def accumulate(run: Run, batch: data.Batch, meter: metrics.LossMeter):
+def accumulate(run: Run, batch: data.Batch, meter: track.LossMeter):
     """Forward and backward over the micro-steps. FSDP averages over ranks, so each loss is its sum times ranks /
     nominal tokens; `clip_grads` then corrects nominal to actual, and the mean over ranks and micro-steps is exact."""
     s, world = run.settings, run.agree.world
@@ -426,25 +421,22 @@ def accumulate(run: Run, batch: data.Batch, meter: metrics.LossMeter):
         meter.add(token_loss, y, domain)
 
 
-def update(run: Run, loss: float, grad_norm: float) -> bool:
+def update(run: Run, done: track.Step):
     """The optimizer step. A non-finite loss or norm, which all ranks see alike, skips it; too many in a row end the run."""
-    bad = health.is_bad(loss, grad_norm)
-    run.bad_in_a_row = run.bad_in_a_row + 1 if bad else 0
-    if not bad:
-        for optimizer in run.optimizers:
-            optimizer.step()
+    run.bad_in_a_row = run.bad_in_a_row + 1 if done.bad else 0
     for optimizer in run.optimizers:
+        if not done.bad:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    if bad:
+    if done.bad:
         run.log(
-            f"step {run.step + 1}: loss {loss}, grad_norm {grad_norm}: update skipped ({run.bad_in_a_row} in a row)"
+            f"step {done.step}: loss {done.loss}, grad_norm {done.grad_norm}: update skipped ({run.bad_in_a_row} in a row)"
         )
         if run.bad_in_a_row >= run.settings.max_bad_steps:
-            raise health.Diverged(
-                f"{run.bad_in_a_row} non-finite steps in a row up to step {run.step + 1}: lower muon_lr and lr, or look at "
+            raise track.Diverged(
+                f"{run.bad_in_a_row} non-finite steps in a row up to step {done.step}: lower muon_lr and lr, or look at "
                 f"the data of samples {run.step * run.settings.sequences_per_step} and following"
             )
-    return bad
 
 
 # --- evaluation, samples, saves ------------------------------------------------------------------------------------
@@ -456,7 +448,7 @@ def evaluate(run: Run, rows: int, final: bool = False) -> bool:
     s, began, stream = run.settings, time.monotonic(), run.stream
     run.agree.tick("evaluation", s.init_timeout)
     run.model.eval()
-    meter = metrics.LossMeter(stream.domains, run.device)
+    meter = track.LossMeter(stream.domains, run.device)
     byte_count = torch.zeros((), dtype=torch.float64, device=run.device)
     for batch in stream.val_batches(rows, s.micro_batch):
         part = batch.to(run.device)
