@@ -352,7 +352,7 @@ def test_a_finished_run_that_only_reports_again_keeps_its_speed(tmp_path):
     again = make(tmp_path / "elsewhere")
     again.load_state(json.loads(json.dumps(m.state())))
     again.launch(3)
-    assert again.facts()["tokens_per_second"] == m.facts()["tokens_per_second"] > 0
+    assert again.report()["tokens_per_second"] == m.report()["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb"])

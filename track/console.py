@@ -15,9 +15,6 @@ class Console:
     def __init__(self, log):
         self.log, self.window = log, Counter()  # seconds by part, "total", "tokens", "steps"
 
-    def count(self, done):
-        self.window.update({**done.seconds, "tokens": done.tokens, "steps": 1})
-
     def step(self, done, losses, speed: dict, memory: dict, until: str):
         """`done`: a metrics.Step; losses: of the last 50 steps; `until` says how far and how long it is to the end."""
         window, self.window = self.window, Counter()

@@ -4,23 +4,11 @@ The one idea: **speed is measured over training steps only, cost over everything
 (evaluations and saves are not in it) and hands their pauses in separately, so tokens/s and MFU say how fast the
 machine trains, while `seconds_by_part` in the report says where every second of the launch went.
 
-    metrics = Metrics(settings, world=8, device=device, flops_per_token=lambda ctx: …, main=agree.rank == 0)
-    metrics.load_state(saved["metrics"])               # resume only
-    metrics.launch(step, end_step)                     # opens metrics.jsonl, without the rows of steps after `step`
-    timer = StepTimer(device); meter = LossMeter(settings.domains, device)
-    each step:
-        timer.start()
-        for each micro-step:
-            batch = …;                        timer.mark("data")
-            loss, token_loss = model(x, y);   meter.add(token_loss, y, batch.domain)       # no host sync
-            loss.backward();                  timer.mark("forward_backward")
-        loss, by_domain = meter.read(all_reduce)        # the step's one host sync
-        done = Step(step + 1, loss, by_domain, grad_norm, rates, ctx, tokens, epochs)
-        step, zero_grad;                      timer.mark("optimizer")
-        done.seconds = timer.read();          metrics.step(done, seconds_left)
-    metrics.evaluation(step, loss, by_domain, bits_per_byte, seconds)     metrics.sample(step, text)
-    metrics.save(step, "latest", receipt)    metrics.event(event)    metrics.state() -> JSON for the checkpoint
-    report = metrics.report(status="done", …)           # report.json, the table, loss.png
+    metrics = Metrics(settings, world, device, lambda ctx: …, log, main=rank == 0)
+    metrics.load_state(saved["metrics"], folder)            # resume only
+    metrics.launch(step, end_step)                          # opens metrics.jsonl, without the rows of later steps
+    each step:  metrics.step(Step(…), seconds_left);  evaluation(…), sample(…), save(…), event(…) where there is one
+    metrics.report(status="done", …)                        # report.json, the table, loss.png
 
 `step` here counts finished steps: a checkpoint "at step n" follows row n. Every value is global; rank 0 writes.
 """
@@ -67,8 +55,6 @@ class Step:
 class Totals:
     """What a run has come to over all its launches: a checkpoint holds it."""
 
-    SAVED = ("tokens", "bad_steps", "losses", "best", "last_evaluation", "time", "trained")
-
     def __init__(self):
         self.step = self.tokens = self.bad_steps = 0
         self.losses = deque(maxlen=50)  # of the last finite steps
@@ -103,7 +89,10 @@ class Totals:
         return self.trained["seconds"] / max(1, self.trained["steps"]) * (1 + pauses)
 
     def state(self) -> dict:
-        return {name: getattr(self, name) for name in self.SAVED} | {"losses": list(self.losses)}
+        return {
+            "tokens": self.tokens, "bad_steps": self.bad_steps, "losses": list(self.losses), "best": self.best,
+            "time": self.time, "last_evaluation": self.last_evaluation, "trained": self.trained,
+        }  # fmt: skip
 
     def load_state(self, state: dict):
         self.tokens, self.bad_steps = state["tokens"], state["bad_steps"]
@@ -130,11 +119,9 @@ class Metrics:
         )
         self.journal = Journal(out_dir, self.trouble, launched, clock, fresh)
         self.end_step = settings.steps
-        self.rows = Rows(out_dir, self.trouble) if main else None
         self.tracker = open_tracker(settings, run_id) if main else None
+        self.rows = Rows(out_dir, self.trouble, fresh, run_id) if main else None
         if main:
-            if fresh:
-                self.rows.put_aside(run_id)
             self.journal.write()
 
     def used(self) -> float:
@@ -178,7 +165,7 @@ class Metrics:
         self.totals.add(done, flops)
         if not self.rows:
             return
-        self.console.count(done)
+        self.console.window.update({**done.seconds, "tokens": done.tokens, "steps": 1})
         memory, (muon_lr, lr, momentum) = self.machine.memory(), done.rates
         row = dict(
             loss=done.loss, loss_by_domain=done.loss_by_domain, grad_norm=done.grad_norm, muon_lr=muon_lr, lr=lr,
@@ -236,42 +223,10 @@ class Metrics:
         self.console.log(f"[schedule] {event.reason}")
 
     # --- at the end -----------------------------------------------------------------------------------------
-    def facts(self) -> dict:
-        """The report's figures that metrics knows itself; the seed's names where it had them."""
-        totals, machine, validation = self.totals, self.machine, self.totals.last_evaluation or {}
-        trained = totals.trained if totals.trained["steps"] else totals.trained_before
-        flops, best, loss = (
-            trained["flops"] / max(1, trained["tokens"]),
-            totals.best or {},
-            validation.get("loss"),
-        )
-        parts, wall = {k: round(v, 3) for k, v in totals.time.items()}, self.used()
-        parts["rest"] = round(max(0.0, wall - sum(parts.values())), 3)
-        return {
-            "step": totals.step,
-            "train_loss": statistics.fmean(totals.losses) if totals.losses else None,
-            "val_loss": loss,
-            "val_ppl": None if loss is None else perplexity(loss),
-            "val_loss_by_domain": validation.get("loss_by_domain"),
-            "bits_per_byte": validation.get("bits_per_byte"),
-            "best_val": best.get("loss"),
-            "best_step": best.get("step"),
-            "elapsed_h": wall / 3600,
-            "tokens_seen": totals.tokens,
-            "gpus": machine.world,
-            "hardware": f"{machine.world}x {machine.name}",
-            **machine.speed(trained["tokens"], trained["seconds"], flops),
-            "seconds_per_step": trained["seconds"] / max(1, trained["steps"]),
-            "seconds_by_part": parts,
-            "memory_peak_gb": machine.memory()["peak"],
-            "memory_before_model_gb": machine.baseline,
-            "restarts": self.journal.restarts,
-            "bad_steps": totals.bad_steps,
-        }
-
     def report(self, **facts) -> dict:
         """Write report.json, print its table, draw loss.png. `facts` (run, fp8, plan…) come first or replace ours."""
-        report = finite({**facts, **{k: v for k, v in self.facts().items() if k not in facts}})
+        ours = figures(self.totals, self.machine, self.journal)
+        report = finite(facts | ours | facts)
         if self.rows:
             self.journal.write()
             write_json(os.path.join(self.settings.out_dir, "report.json"), report)
@@ -282,16 +237,15 @@ class Metrics:
 
     def picture(self):
         """loss.png, or once the line that says how to get it."""
-        if not self.rows:
-            return
-        out_dir = self.settings.out_dir
-        path = os.path.join(out_dir, "loss.png")
-        try:
-            with self.trouble.writing(path):
-                draw({os.path.basename(out_dir) or "run": read_rows(self.rows.path)}, path)
-        except ImportError:
-            how = "loss.png needs matplotlib: pip install matplotlib (the numbers are in metrics.jsonl)"
-            self.trouble.say("matplotlib", how)
+        if self.rows:
+            folder = os.path.dirname(self.rows.path)
+            path = os.path.join(folder, "loss.png")
+            try:
+                with self.trouble.writing(path):
+                    draw({os.path.basename(folder): read_rows(self.rows.path)}, path)
+            except ImportError:
+                how = "pip install matplotlib (the numbers are in metrics.jsonl)"
+                self.trouble.say("matplotlib", f"loss.png needs matplotlib: {how}")
 
     def close(self):
         """The launch ends: the time of its last save and upload is journalled, the tracker told."""
@@ -300,6 +254,35 @@ class Metrics:
         if self.tracker:
             self.tracker.finish()
             self.tracker = None
+
+
+def figures(totals: Totals, machine: Machine, journal: Journal) -> dict:
+    """What the report knows of itself; the seed's names where it had them."""
+    validation, best = totals.last_evaluation or {}, totals.best or {}
+    trained = totals.trained if totals.trained["steps"] else totals.trained_before
+    flops, loss, wall = trained["flops"] / max(1, trained["tokens"]), validation.get("loss"), journal.used()
+    parts = {k: round(v, 3) for k, v in totals.time.items()}
+    return {
+        "step": totals.step,
+        "train_loss": statistics.fmean(totals.losses) if totals.losses else None,
+        "val_loss": loss,
+        "val_ppl": None if loss is None else perplexity(loss),
+        "val_loss_by_domain": validation.get("loss_by_domain"),
+        "bits_per_byte": validation.get("bits_per_byte"),
+        "best_val": best.get("loss"),
+        "best_step": best.get("step"),
+        "elapsed_h": wall / 3600,
+        "tokens_seen": totals.tokens,
+        "gpus": machine.world,
+        "hardware": f"{machine.world}x {machine.name}",
+        **machine.speed(trained["tokens"], trained["seconds"], flops),
+        "seconds_per_step": trained["seconds"] / max(1, trained["steps"]),
+        "seconds_by_part": parts | {"rest": round(max(0.0, wall - sum(parts.values())), 3)},
+        "memory_peak_gb": machine.memory()["peak"],
+        "memory_before_model_gb": machine.baseline,
+        "restarts": journal.restarts,
+        "bad_steps": totals.bad_steps,
+    }
 
 
 def open_tracker(settings, run_id: str | None):

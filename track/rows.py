@@ -77,16 +77,14 @@ class Trouble:
 
 
 class Rows:
-    """metrics.jsonl, without the rows of steps that will be done again."""
+    """metrics.jsonl, without the rows of steps that will be done again. `fresh`: what lies there is another run's, and
+    is put aside, as its checkpoints are."""
 
-    def __init__(self, out_dir: str, trouble: Trouble):
+    def __init__(self, out_dir: str, trouble: Trouble, fresh: bool, run_id: str | None):
         self.path, self.trouble = os.path.join(out_dir, "metrics.jsonl"), trouble
         os.makedirs(out_dir, exist_ok=True)
-
-    def put_aside(self, run_id: str | None):
-        """Another run begins in this folder: the old one's rows stay beside it, as its checkpoints do."""
-        if os.path.exists(self.path):
-            os.replace(self.path, os.path.join(os.path.dirname(self.path), f"metrics.before-{run_id}.jsonl"))
+        if fresh and os.path.exists(self.path):
+            os.replace(self.path, os.path.join(out_dir, f"metrics.before-{run_id}.jsonl"))
 
     def take_from(self, folder: str):
         """The rows that lie in a checkpoint's folder, where another machine wrote more of them."""
@@ -132,7 +130,7 @@ class Journal:
             write_json(self.path, {"seconds": self.used(), "launches": self.restarts + 1})
 
     def keep_young(self):
-        if self.clock() - self.written > JOURNAL_SECONDS:
+        if self.clock() > self.written + JOURNAL_SECONDS:
             self.write()
 
 
