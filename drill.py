@@ -43,7 +43,7 @@ def drill(run, loop, evaluate, save, resume, export) -> dict:
         raise startup.StartupError(f"drill: the save failed: {run.checkpoints.failures[-1]}")
     took("save")
     train(STEPS + 2)
-    before = list(run.metrics.losses)[-2:]
+    before = list(run.metrics.totals.losses)[-2:]
     took("2 steps")
     path = os.path.join(run.checkpoints.folder, run.checkpoints.parent.split("/")[-1])
     saved = checkpoint.read_state(path)
@@ -51,7 +51,7 @@ def drill(run, loop, evaluate, save, resume, export) -> dict:
     resume(run, saved, path)
     took("load in place")
     train(STEPS + 2)
-    after = list(run.metrics.losses)[-2:]
+    after = list(run.metrics.totals.losses)[-2:]
     took("2 steps after it")
     exact = run.device.type == "cpu" or s.deterministic
     same = before == after if exact else all(abs(a - b) < 1e-2 for a, b in zip(before, after, strict=True))

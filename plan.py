@@ -491,18 +491,18 @@ def hours(value: float) -> str:
 
 def overlay(folders: list[str]) -> int:
     """curves.png: the loss curves of several runs."""
-    from track import metrics
+    from track import draw, read_rows
 
     curves = {}
     for folder in folders:
         path = folder if folder.endswith(".jsonl") else os.path.join(folder, "metrics.jsonl")
-        rows = metrics.read_rows(path)
+        rows = read_rows(path)
         if not rows:
             print(f"{path}: no rows of metrics", file=sys.stderr)
             return 65
         curves[os.path.basename(os.path.dirname(os.path.abspath(path)))] = rows
     try:
-        metrics.draw(curves, "curves.png")
+        draw(curves, "curves.png")
     except ImportError:
         print("curves.png needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 71

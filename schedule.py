@@ -4,19 +4,7 @@ The one idea: **the clock never enters a rate.** A rate depends on the step and 
 (`decay_start`, `end_step`). Rank 0's `Budget` is shown the clock at the start of a step and may return an `Event`
 that replaces the horizon, or asks for a stop; the event is broadcast, logged and checkpointed, so that a resume is
 exact, and a run with `max_hours` always finishes its decay, final evaluation, save and upload inside them.
-
-    horizon = first_horizon(settings)                       # or Horizon.from_dict(checkpoint's)
-    budget = Budget(settings, launched=clock(), used=0.0)   # every rank has one; seconds of earlier launches in `used`
-    while step < min(settings.stop_at or horizon.end_step, horizon.end_step):
-        event = budget.decide(step, clock(), horizon)       # rank 0; then agreed: agree.broadcast(event and event.as_dict())
-        if event and event.kind == "stop": break            # job_hours: save, stopped and resumable
-        if event: horizon = event.horizon                   # max_hours: log it, checkpoint it
-        muon_lr, lr, momentum = rates(step, settings, horizon)
-        ...                                                 # one optimizer step
-        budget.stepped(seconds)                             # without evaluations and saves
-        budget.paused("evaluation", seconds)                # what it cost, and likewise "sample"
-        budget.saved(receipt)                               # when a save is done
-    Steps count from 0; the run does steps 0 … end_step-1, and step end_step-1 has exactly the floor rate.
+Steps count from 0; the run does steps 0 … end_step-1, and step end_step-1 has exactly the floor rate.
 
 `schedule="wsd"` (warm-up, stable, decay; MiniCPM 2404.06395) stays at the peak until the budget's or the schedule's
 last `decay_frac`, then falls linearly. `schedule="cosine"` falls from the end of the warm-up on; when the horizon
@@ -37,13 +25,14 @@ import math
 from collections import deque
 from dataclasses import asdict, dataclass
 
+# The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one. A budget moves
+# it by itself while the run lasts.
+HORIZON = ("total_steps", "target_tokens", "schedule", "decay_frac", "warmup_steps", "max_hours")
 MOMENTUM_START = 0.85  # of muon_momentum_warmup, as in modded-nanogpt
 MIN_MEASURED = 5  # steps timed before the clock may move a horizon
 SKIPPED_STEPS = 2  # of each launch, not timed: they compile
 MARGIN = 0.02  # of the time left that an event leaves unplanned, so that noise does not trigger the next one
-EXTEND = (
-    0.10  # a horizon moves outwards only when this much more of the remaining steps has become affordable
-)
+EXTEND = 0.10  # more of the remaining steps must have become affordable before a horizon moves outwards
 CLOSING = 2.0  # seconds for the report, the last picture, and leaving
 # schedule -> (share of the way from floor to peak that is left when a share of the decay is done, whether the decay
 # begins at the end of the warm-up: else it takes the last decay_frac of the steps)
@@ -110,16 +99,28 @@ def first_horizon(settings, start_step: int = 0) -> Horizon:
     return Horizon(min(max(start, start_step), end - 1), max(end, start_step + 1))
 
 
-def changed_horizon(settings, step: int, old: Horizon, anew: bool = False) -> Horizon:
-    """The horizon of a run that goes on at `step` under a changed schedule. A decay that has begun goes on from where it
-    is, without a jump, unless `anew` (another form, or a branch). One that was done gives way to the schedule as set, as it
-    stands at this step: the rate rises at once (a branch of a wsd run's stable phase has no such jump)."""
-    done = old.at(step)
-    if done == 1 and not anew:
-        return first_horizon(settings)
+def resumed_horizon(
+    settings, step: int, old: Horizon, before: dict, branch: bool
+) -> tuple[Horizon, str | None]:
+    """(the horizon of a run that goes on at `step`, the line to log where it is a new one). `old`, `before`: the saved
+    run's horizon and settings; `branch`: of another run (`schedule_from`).
+
+    A decay that has begun goes on from where it is, without a jump, unless its form is another, or in a branch. One that
+    was done gives way to the schedule as set, as it stands at this step: the rate rises at once (a branch of a wsd run's
+    stable phase has no such jump)."""
+    moved = {name for name in HORIZON if before.get(name) != getattr(settings, name)}
+    over = old.end_step <= step < settings.steps  # a budget ended it, or total_steps grew
+    if not (branch or moved - {"max_hours"} or (moved and over)):
+        return old, None
+    done, anew = old.at(step), branch or "schedule" in moved
     if 0 < done < 1 and not anew:
-        return Horizon(min(step, settings.steps - 1), max(settings.steps, step + 1), done)
-    return first_horizon(settings, step)
+        new = Horizon(min(step, settings.steps - 1), max(settings.steps, step + 1), done)
+    else:
+        new = first_horizon(settings, 0 if done == 1 and not anew else step)
+    return new, (
+        f"a new horizon: decay from step {new.decay_start}, end at {new.end_step}; "
+        f"{old.at(step - 1):.0%} of the decay were done, at the next step {new.at(step):.0%} are"
+    )
 
 
 def rates(step: int, settings, horizon: Horizon) -> tuple[float, float, float]:
@@ -163,30 +164,22 @@ def save_minutes_suggested(cost_seconds: float, mtbf_hours: float = 24.0) -> flo
     return math.sqrt(2 * max(cost_seconds, 0.01) * mtbf_hours * 3600) / 60
 
 
-class Budget:
-    """Decides when a horizon must move so that everything ends inside `max_hours`, or a launch inside `job_hours`.
+class Costs:
+    """Seconds that the parts of a run take: measured, else assumed, else guessed.
 
-    Every rank keeps one, only rank 0's is asked to `decide`. It reads no clock: all times are handed in, in seconds of one
-    monotonic clock. `assumed` holds seconds expected before anything was measured: {"evaluation": …, "whole save": …, "upload": …}.
-    """
+    `assumed` holds what is expected before anything was measured: {"evaluation": …, "whole save": …, "upload": …}."""
 
-    def __init__(
-        self, settings, launched: float, used: float = 0.0, assumed: dict | None = None, world: int = 1
-    ):
-        self.settings, self.launched, self.used_before, self.world = settings, launched, used, world
-        self.window = deque(maxlen=50)  # seconds of recent steps
-        self.mean = 0.0  # of them
+    def __init__(self, settings, assumed: dict | None = None, world: int = 1):
+        self.settings, self.world, self.assumed = settings, world, dict(assumed or {})
+        self.window = deque(maxlen=50)  # recent steps
         self.steps_seen = 0
-        self.assumed = dict(assumed or {})
-        self.measured: dict[str, list[float]] = {}  # kind -> seconds of the last two
+        self.measured: dict[str, list[float]] = {}  # kind -> the last two
 
-    # --- what is told to it ---------------------------------------------------------------------------------
     def stepped(self, seconds: float):
         """One optimizer step took this long, evaluations and saves not included."""
         self.steps_seen += 1
         if self.steps_seen > SKIPPED_STEPS:
             self.window.append(seconds)
-            self.mean = sum(self.window) / len(self.window)
 
     def paused(self, kind: str, seconds: float):
         """An "evaluation", a "sample", or another kind of `cost`, took this long."""
@@ -208,42 +201,32 @@ class Budget:
         if state["pace"]:  # the batch is the same on any number of ranks, so a step's time goes with 1/world
             self.assumed["pace"] = state["pace"] * state["world"] / self.world
 
-    # --- what it knows --------------------------------------------------------------------------------------
-    def used(self, clock: float) -> float:
-        """Seconds of `max_hours` used, over all launches."""
-        return self.used_before + clock - self.launched
-
-    def left(self, clock: float) -> float | None:
-        """Seconds left of max_hours or job_hours, whichever ends first; None without a budget."""
-        lefts = []
-        if self.settings.max_hours:
-            lefts.append(self.settings.max_hours * 3600 - self.used(clock))
-        if self.settings.job_hours:
-            lefts.append(self.settings.job_hours * 3600 - (clock - self.launched))
-        return min(lefts) if lefts else None
-
     def pace(self) -> float | None:
         """Seconds per step: the mean of the last 50, since a median would hide what slow steps cost."""
         if len(self.window) >= MIN_MEASURED:
-            return self.mean
+            return sum(self.window) / len(self.window)
         return self.assumed.get("pace")
 
+    def slow_step(self) -> float:
+        """Seconds of the slowest of the recent steps."""
+        return max(self.window, default=self.pace() or 0.0)
+
     def cost(self, kind: str) -> float:
-        """Seconds of an "evaluation", a text "sample", a "save" (pause), a "whole save" or an "upload": measured, else
-        assumed, else guessed."""
+        """Seconds of an "evaluation", a text "sample", a "save" (pause), a "whole save" or an "upload"."""
         if kind in self.measured:
             return max(self.measured[kind])  # the slower of two: one may have compiled, or met a busy disk
-        s = self.settings
-        hours = s.max_hours or s.job_hours or 0.0
-        if kind == "upload" and hours:  # a guess may not eat the budget
-            return min(self.assumed.get(kind, 0.0), 0.04 * hours * 3600)
-        if kind in self.assumed:
-            return self.assumed[kind]
-        if kind == "evaluation":  # forward only: about 0.4 of a training step's time per sequence
-            return 0.4 * (self.pace() or 0.0) * s.eval_rows * len(s.domains) / s.sequences_per_step
-        if kind == "sample":  # a forward of one sequence for each token, the same on every rank
-            return s.sample_tokens * (self.pace() or 0.0) * self.world / s.sequences_per_step / 3
-        return min(600.0, 0.05 * hours * 3600) if kind == "whole save" else 0.0
+        s, pace = self.settings, self.pace() or 0.0
+        budget = 3600 * (s.max_hours or s.job_hours or 0.0)
+        if kind == "upload" and budget:  # a guess may not eat the budget
+            return min(self.assumed.get(kind, 0.0), 0.04 * budget)
+        guesses = {
+            # forward only: about 0.4 of a training step's time per sequence
+            "evaluation": 0.4 * pace * s.eval_rows * len(s.domains) / s.sequences_per_step,
+            # a forward of one sequence for each token, the same on every rank
+            "sample": s.sample_tokens * pace * self.world / s.sequences_per_step / 3,
+            "whole save": min(600.0, 0.05 * budget),
+        }
+        return self.assumed.get(kind, guesses.get(kind, 0.0))
 
     def ending(self) -> float:
         """Seconds to save and upload at the end of a launch: the save and an export, half its size; an upload that is under
@@ -255,10 +238,6 @@ class Budget:
         s = self.settings
         final_evaluation = self.cost("evaluation") * max(1.0, s.final_eval_rows / s.eval_rows)
         return 1.1 * (final_evaluation + self.cost("sample") + self.ending()) + self.slow_step() + CLOSING
-
-    def slow_step(self) -> float:
-        """Seconds of the slowest of the recent steps."""
-        return max(self.window, default=self.pace() or 0.0)
 
     def seconds(self, step: int, end: int) -> float:
         """Seconds that steps step … end-1 take, with the evaluations and saves that fall between them."""
@@ -278,58 +257,76 @@ class Budget:
             low, high = (middle, high) if self.seconds(step, middle) <= seconds else (low, middle - 1)
         return low
 
-    # --- the decision ---------------------------------------------------------------------------------------
+
+class Budget(Costs):
+    """Decides when a horizon must move so that everything ends inside `max_hours`, or a launch inside `job_hours`.
+
+    Every rank keeps one, only rank 0's is asked to `decide`. It reads no clock: all times are handed in, in seconds of one
+    monotonic clock; `used`: seconds of earlier launches."""
+
+    def __init__(
+        self, settings, launched: float, used: float = 0.0, assumed: dict | None = None, world: int = 1
+    ):
+        super().__init__(settings, assumed, world)
+        self.launched, self.used_before = launched, used
+
+    def run_left(self, clock: float) -> float:
+        """Seconds left of max_hours, over all launches; infinite without."""
+        hours = self.settings.max_hours
+        return hours * 3600 - (self.used_before + clock - self.launched) if hours else math.inf
+
+    def launch_left(self, clock: float) -> float:
+        """Seconds left of job_hours; infinite without."""
+        hours = self.settings.job_hours
+        return hours * 3600 - (clock - self.launched) if hours else math.inf
+
+    def left(self, clock: float) -> float | None:
+        """Seconds left of whichever ends first; None without a budget."""
+        left = min(self.run_left(clock), self.launch_left(clock))
+        return None if left == math.inf else left
+
     def decide(self, step: int, clock: float, horizon: Horizon) -> Event | None:
         """Asked at the start of `step` (not done yet): a new horizon, a stop, or None."""
-        s = self.settings
-        if s.max_hours:
-            event = self.move(step, s.max_hours * 3600 - self.used(clock) - self.reserve(), horizon)
+        if step >= horizon.end_step - 1:
+            return None  # the last step is about to run, at the floor, whatever the clock says
+        if self.settings.max_hours:
+            event = self.move(step, self.run_left(clock) - self.reserve(), horizon)
             if event:
                 return event
-        if s.job_hours:
-            left = s.job_hours * 3600 - (clock - self.launched)
-            need = 1.1 * self.ending() + self.slow_step()
-            if left <= need and step < horizon.end_step - 1:
-                reason = f"job_hours={s.job_hours:g} end in {left / 60:.1f} min: save and stop, resumable"
-                return Event("stop", step, reason)
+        left = self.launch_left(clock)
+        if left <= 1.1 * self.ending() + self.slow_step():
+            hours = self.settings.job_hours
+            reason = f"job_hours={hours:g} end in {left / 60:.1f} min: save and stop, resumable"
+            return Event("stop", step, reason)
         return None
 
     def move(self, step: int, seconds: float, horizon: Horizon) -> Event | None:
         """The horizon that `seconds` of training still buy, when it differs enough from the present one."""
-        if step >= horizon.end_step - 1:
-            return None  # the last step is about to run, at the floor, whatever the clock says
+        s = self.settings
         if self.pace() is None:
-            return self.end_now(step) if seconds <= 0 else None
-        limit = first_horizon(self.settings).end_step
+            if seconds > 0:
+                return None
+            reason = f"max_hours={s.max_hours:g} are used up: step {step} is the last, at the floor rate"
+            return Event("horizon", step, reason, Horizon(step, step + 1))
+        limit = first_horizon(s).end_step
         now, enough = horizon.end_step, self.seconds(step, horizon.end_step) <= seconds
         if enough and now == limit:
             return None
         new_end = self.affordable(step, seconds * (1 - MARGIN), limit)
-        if not enough:
-            why = "end before"
-        elif new_end - step > (1 + EXTEND) * (now - step) and new_end - now > 0.01 * now:
-            why = "reach beyond"
-        else:
+        worth_it = new_end - step > (1 + EXTEND) * (now - step) and new_end - now > 0.01 * now
+        if enough and not worth_it:
             return None
-        if step < horizon.decay_start and not DECAYS[self.settings.schedule][1]:
+        begins_early, start = DECAYS[s.schedule][1], step
+        if step < horizon.decay_start and not begins_early:
             # stable phase: nothing to do until the decay has to begin
-            if step < new_end - max(1, round(self.settings.decay_frac * new_end)):
+            if step < new_end - max(1, round(s.decay_frac * new_end)):
                 return None
-        progress = horizon.at(step) if step >= horizon.decay_start else horizon.progress
-        start = (
-            max(step, self.settings.warmup_steps)
-            if DECAYS[self.settings.schedule][1] and not progress
-            else step
-        )
+        progress = horizon.at(step)
+        if begins_early and not progress:
+            start = max(step, s.warmup_steps)
         new = Horizon(min(start, new_end - 1), new_end, progress)
         reason = (
-            f"max_hours={self.settings.max_hours:g} {why} step {now} at {self.pace():.3g} s/step: "
-            f"decay from step {new.decay_start}, end at step {new_end}"
+            f"max_hours={s.max_hours:g} {'reach beyond' if enough else 'end before'} step {now} at "
+            f"{self.pace():.3g} s/step: decay from step {new.decay_start}, end at step {new_end}"
         )
         return Event("horizon", step, reason, new)
-
-    def end_now(self, step: int) -> Event:
-        reason = (
-            f"max_hours={self.settings.max_hours:g} are used up: step {step} is the last, at the floor rate"
-        )
-        return Event("horizon", step, reason, Horizon(step, step + 1))

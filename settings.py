@@ -33,10 +33,22 @@ class SettingsError(ValueError):
     exit_code = 64  # every error of Nova carries the exit code that it ends the run with
 
 
-def setting(default, help: str, kind: str = FREE):
+# What a number must do: an int be at least 1, a float not be negative, unless its field says otherwise.
+AT_LEAST_1, FROM_0, POSITIVE = "be at least 1", "not be negative", "be positive"
+SHARE, PART = "be in [0, 1)", "be in (0, 1]"
+RANGES = {
+    AT_LEAST_1: lambda v: v >= 1,
+    FROM_0: lambda v: v >= 0,
+    POSITIVE: lambda v: v > 0,
+    SHARE: lambda v: 0 <= v < 1,
+    PART: lambda v: 0 < v <= 1,
+}
+
+
+def setting(default, help: str, kind: str = FREE, must: str | None = None):
     """One field. `kind` says what a resume may do with a changed value: MODEL never fits the saved weights,
     MATH changes the course of the run (needs --allow_change), ROUNDING the last bits of a sum, FREE nothing."""
-    metadata = {"help": help, "kind": kind}
+    metadata = {"help": help, "kind": kind, "must": must}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -52,149 +64,105 @@ class Settings:
     n_kv_heads: int = setting(8, "key/value heads (grouped-query attention); divides n_heads", MODEL)
     ffn_hidden: int = setting(14336, "hidden channels of SwiGLU", MODEL)
     max_len: int = setting(2048, "tokens per sequence", MODEL)
-    attention: Literal["diff", "diff_v2", "standard"] = setting(
-        "diff", "form of attention, see model.py", MODEL
-    )
-    diff_lambda_init: float | None = setting(
-        None, "lambda_0 of attention=diff; None: 0.8-0.6exp(-0.3 layer)", MATH
-    )
+    attention: Literal["diff", "diff_v2", "standard"] = setting("diff", "its form, see model.py", MODEL)
+    diff_lambda_init: float | None = setting(None, "for diff; None: 0.8-0.6exp(-0.3 layer)", MATH, SHARE)
     head_gate: bool = setting(True, "one learned scale per head (the seed's head gate)", MODEL)
     attn_gate: bool = setting(False, "per-head sigmoid gate computed from the input (2505.06708)", MODEL)
     layer_scale: float = setting(0.1, "initial LayerScale of both branches (2103.17239); 0: none", MODEL)
     logit_softcap: float = setting(50.0, "bound on |logit|: cap*tanh(z/cap) in fp32; 0: none", MATH)
-    rope_theta: float = setting(500_000.0, "base of the rotary wavelengths (Llama 3's)", MATH)
+    rope_theta: float = setting(500_000.0, "base of the rotary wavelengths (Llama 3's)", MATH, POSITIVE)
     tie_embeddings: bool = setting(True, "one matrix for embedding and head", MODEL)
     z_loss: float = setting(0.0, "weight of the squared log-partition (PaLM); 0: none", MATH)
 
     # --- precision and memory ------------------------------------------------------------------------------
-    use_fp8: Literal["auto", "on", "off"] = setting(
-        "auto", "float8 block matrices; auto: on sm_90 and newer", MATH
-    )
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting(
-        "rowwise",
-        "torchao scaling; rowwise: +10 % on 8B (torchao). tensorwise's +25 % had fp8 all-gather, not used here",
-        MATH,
-    )
+    use_fp8: Literal["auto", "on", "off"] = setting("auto", "float8 blocks; auto: on sm_90 and newer", MATH)
+    # torchao reports +10 % on 8B for rowwise; tensorwise's +25 % came with a float8 all-gather, not used here
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting("rowwise", "torchao's", MATH)
     fp8_emulate: bool = setting(False, "compute float8 in software: for tests on machines without it", MATH)
-    use_compile: Literal["auto"] | bool = setting(
-        "auto", "torch.compile per block; auto: on a GPU, if triton is there", ROUNDING
-    )
+    use_compile: Literal["auto"] | bool = setting("auto", "per block; auto: on a GPU with triton", ROUNDING)
     activation_checkpointing: Literal["none", "selective", "full"] = setting(
         "none", "recompute in backward", ROUNDING
     )
     loss_chunk: int = setting(512, "tokens per chunk of the loss: bounds the logits held at once", ROUNDING)
     reshard_after_forward: bool = setting(True, "free gathered weights after forward (FSDP: less memory)")
-    reduce_every_micro_step: bool = setting(
-        False, "reduce gradients each micro-step: no unsharded fp32 copy", ROUNDING
-    )
-    shard_size: int | None = setting(
-        None, "ranks that share one copy of the weights (HSDP); None: all", ROUNDING
-    )
-    cpu_offload: bool = setting(
-        False, "keep sharded weights, gradients and optimizer state in host memory", ROUNDING
-    )
-    allow_math_attention: bool = setting(
-        False, "accept SDPA's quadratic-memory math kernel on a GPU", ROUNDING
-    )
-    deterministic: bool = setting(
-        False, "deterministic kernels: resume is bit-exact on GPU too, slower", ROUNDING
-    )
+    reduce_every_micro_step: bool = setting(False, "of gradients: no unsharded fp32 copy", ROUNDING)
+    shard_size: int | None = setting(None, "ranks that share one copy of weights (HSDP); None: all", ROUNDING)
+    cpu_offload: bool = setting(False, "weights, gradients and optimizer state in host memory", ROUNDING)
+    allow_math_attention: bool = setting(False, "accept SDPA's quadratic-memory kernel on a GPU", ROUNDING)
+    deterministic: bool = setting(False, "resume is bit-exact on a GPU too; slower kernels", ROUNDING)
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "cuda: an error where there is no GPU")
-    threads: int | None = setting(
-        None, "CPU threads per process; None: cores / processes on this machine", ROUNDING
-    )
+    threads: int | None = setting(None, "CPU threads per process; None: cores / processes here", ROUNDING)
 
     # --- optimizers ----------------------------------------------------------------------------------------
     # Muon's update has RMS 0.2*lr, as AdamW's (Moonlight, 2502.16982), so muon_lr is an AdamW-like rate. The seed's
     # 6e-3 was never exercised as Muon: its sharded gradients were 1-D and fell through to momentum SGD. At d 4096 it
     # would move weights of std 0.02 by 6 % a step.
     muon_lr: float = setting(4e-4, "peak rate of the block matrices, in AdamW's units", MATH)
-    muon_min_lr: float | None = setting(
-        None, "floor of muon_lr, the last step's (0: it moves nothing); None: a tenth", MATH
-    )
+    muon_min_lr: float | None = setting(None, "the last step's muon_lr; None: a tenth", MATH)
     lr: float = setting(2e-4, "peak rate of embedding, head, norms and gates (AdamW)", MATH)
-    min_lr: float | None = setting(None, "floor of lr, the last step's; None: a tenth", MATH)
+    min_lr: float | None = setting(None, "the last step's lr; None: a tenth", MATH)
     weight_decay: float = setting(0.1, "decoupled, times the rate; not on 1-D parameters", MATH)
-    beta1: float = setting(0.9, "AdamW", MATH)
-    beta2: float = setting(0.95, "AdamW", MATH)
-    adam_eps: float = setting(1e-8, "AdamW", MATH)
+    beta1: float = setting(0.9, "AdamW", MATH, SHARE)
+    beta2: float = setting(0.95, "AdamW", MATH, SHARE)
+    adam_eps: float = setting(1e-8, "AdamW", MATH, POSITIVE)
     adamw: Literal["8bit", "fp32"] = setting("8bit", "8bit: bitsandbytes, saves 0.4 GB/GPU at 8B on 8", MATH)
-    muon_momentum: float = setting(0.95, "Nesterov momentum", MATH)
-    muon_momentum_warmup: int = setting(0, "steps from momentum 0.85 to muon_momentum; 0: none", MATH)
+    muon_momentum: float = setting(0.95, "Nesterov momentum", MATH, SHARE)
+    muon_momentum_warmup: int = setting(0, "steps that it takes to rise from 0.85; 0: none", MATH, FROM_0)
     muon_coeffs: Literal["polar_express", "keller_jordan"] = setting("polar_express", "see muon.py", MATH)
-    muon_split_heads: bool = setting(
-        False, "orthogonalise q, k, v head by head instead of as three blocks", MATH
-    )
+    muon_split_heads: bool = setting(False, "orthogonalise q, k, v head by head, not as three blocks", MATH)
     grad_clip: float = setting(1.0, "bound on the global gradient norm; 0: none", MATH)
     max_bad_steps: int = setting(3, "non-finite steps in a row (each is skipped) that end the run")
 
     # --- batch and schedule --------------------------------------------------------------------------------
     sequences_per_step: int = setting(384, "global batch, in sequences: the same on any number of GPUs", MATH)
-    micro_batch: int = setting(
-        6, "sequences per GPU and micro-step; bounds memory, not the mathematics", ROUNDING
-    )
+    micro_batch: int = setting(6, "sequences per GPU and micro-step: memory, not mathematics", ROUNDING)
     total_steps: int = setting(130_000, "optimizer steps of the schedule", MATH)
-    target_tokens: float | None = setting(None, "tokens to train on; replaces total_steps when set", MATH)
-    schedule: Literal["cosine", "wsd"] = setting(
-        "cosine", "wsd: constant, then linear decay over decay_frac", MATH
-    )
-    warmup_steps: int = setting(4_000, "steps of linear warm-up", MATH)
-    decay_frac: float = setting(
-        0.2, "share of the steps that schedule=wsd, or a budget's end, decays over", MATH
-    )
+    target_tokens: float | None = setting(None, "tokens to train on: replaces total_steps", MATH, POSITIVE)
+    schedule: Literal["cosine", "wsd"] = setting("cosine", "wsd: constant, then linear decay", MATH)
+    warmup_steps: int = setting(4_000, "steps of linear warm-up", MATH, FROM_0)
+    decay_frac: float = setting(0.2, "share of steps that wsd, or a budget's end, decays over", MATH, PART)
     stop_at: int | None = setting(None, "stop after this step, schedule unchanged; saved and resumable")
-    schedule_from: str | None = setting(
-        None, "checkpoint folder whose weights and state a new run branches from"
-    )
-    ctx_warmup_steps: int = setting(3_000, "steps until the context reaches ctx_end_len", MATH)
-    ctx_start_len: int | None = setting(
-        None, "context of the first steps; None: ctx_end_len (no warm-up)", MATH
-    )
+    schedule_from: str | None = setting(None, "checkpoint folder that a new run branches from")
+    ctx_warmup_steps: int = setting(3_000, "steps until the context reaches ctx_end_len", MATH, FROM_0)
+    ctx_start_len: int | None = setting(None, "context of the first steps; None: ctx_end_len", MATH)
     ctx_end_len: int | None = setting(None, "context after the warm-up; None: max_len", MATH)
-    max_hours: float | None = setting(None, "budget of the whole run, over all restarts: it ends decayed")
-    job_hours: float | None = setting(None, "limit of one launch: ends saved, stopped and resumable")
+    max_hours: float | None = setting(None, "of the whole run, over restarts: ends decayed", must=POSITIVE)
+    job_hours: float | None = setting(None, "of one launch: ends saved and resumable", must=POSITIVE)
 
     # --- data ----------------------------------------------------------------------------------------------
-    data: str | None = setting(
-        None, '"python", a folder, or a Hub dataset repo (environment: HF_DATASET_REPO)'
-    )
+    data: str | None = setting(None, '"python", a folder, or a Hub dataset repo (HF_DATASET_REPO)')
     data_revision: str = setting("main", "branch, tag or commit of a Hub dataset repo")
-    domains: list[str] = setting(
-        ["code", "general", "math", "reasoning"], "folders under data/ (DOMAINS)", MATH
-    )
+    domains: list[str] = setting(["code", "general", "math", "reasoning"], "folders of data/ (DOMAINS)", MATH)
     domain_weights: list[int] | None = setting(None, "sequences of each domain per cycle; None: equal", MATH)
     cache_dir: str = setting("~/.cache/nova", "folder for packed text and downloaded shards")
     cache_gb: float = setting(64.0, "downloaded shards kept on disk per node, GB")
     hub_patience: float = setting(240.0, "seconds to retry the Hub in a step; below step_timeout")
-    shard_refresh_steps: int = setting(1_000, "steps between looks for new shards; 0: never", MATH)
+    shard_refresh_steps: int = setting(1_000, "steps between looks for new ones; 0: never", MATH, FROM_0)
     val_rows: int = setting(64, "samples of max_len per domain held out of training for good", MATH)
     eval_rows: int = setting(20, "held-out samples per domain read at each evaluation")
     final_eval_rows: int = setting(64, "held-out samples per domain read at the end")
 
     # --- run -----------------------------------------------------------------------------------------------
     out_dir: str = setting("out/nova", "checkpoints, metrics, export, status of this run")
-    seed: int = setting(42, "of the weights and of the data order", MATH)
+    seed: int = setting(42, "of the weights and of the data order", MATH, FROM_0)
     log_every: int = setting(10, "steps between console lines")
     eval_every: int = setting(500, "steps between evaluations, each with a text sample")
     ckpt_every: int = setting(1_000, "steps between milestone checkpoints")
     save_minutes: float = setting(30.0, "minutes between `latest` checkpoints; 0: none")
     ckpt_keep: int = setting(2, "checkpoints kept of each kind (latest, best, milestone)")
     resume: Literal["auto", "must", "never"] = setting("auto", "must: an error without a checkpoint")
-    allow_change: list[str] = setting(
-        [],
-        "names of settings that a resume may change although they matter; data: read the shards as they are now",
-    )
+    allow_change: list[str] = setting([], "that a resume may change; data: shards as they are now")
     hf_model_repo: str | None = setting(None, "Hub repo for checkpoints and weights (HF_MODEL_REPO)")
     publish: bool = setting(True, "upload to hf_model_repo when it is set; needs HF_TOKEN with write access")
     tracker: Literal["none", "trackio", "wandb"] = setting("none", "also send metrics there; imported on use")
     sample_prompt: str = setting("", "text that samples continue; empty: the end-of-document token")
-    sample_tokens: int = setting(120, "tokens of each sample; 0: none")
+    sample_tokens: int = setting(120, "tokens of each sample; 0: none", must=FROM_0)
     usd_per_gpu_hour: float = setting(3.5, "price that plan.py reckons with")
 
     # --- safety --------------------------------------------------------------------------------------------
-    init_timeout: float = setting(1800.0, "seconds a collective may take until the first step is done")
-    step_timeout: float = setting(300.0, "seconds a collective may take afterwards")
-    stage_timeout: float = setting(900.0, "seconds that one start-up stage may take")
+    init_timeout: float = setting(1800.0, "seconds of a collective until the first step ends", must=POSITIVE)
+    step_timeout: float = setting(300.0, "seconds a collective may take afterwards", must=POSITIVE)
+    stage_timeout: float = setting(900.0, "seconds that one start-up stage may take", must=POSITIVE)
     allow_slow_links: bool = setting(False, "accept GPUs without peer access (implied by nccl_safe)")
     drill: bool = setting(False, "run the whole cycle once (steps, evaluation, save, reload), then stop")
     debug: bool = setting(False, "full tracebacks, blocking kernels, NCCL log (environment: NOVA_DEBUG=1)")
@@ -228,21 +196,17 @@ class Settings:
 
     def grad_accum(self, world: int) -> int:
         """Micro-steps per optimizer step. Raises SettingsError where the batch does not divide."""
-        per_micro_step = self.micro_batch * world
-        if self.sequences_per_step % per_micro_step:
-            near = [
-                n for n in range(1, self.sequences_per_step + 1) if self.sequences_per_step % (n * world) == 0
-            ]
+        batch, divisor = self.sequences_per_step, self.micro_batch * world
+        if batch % divisor:
+            near = [n for n in range(1, batch + 1) if batch % (n * world) == 0]
             cure = (
                 f"micro_batch could be one of {near}"
                 if near
                 else f"{world} ranks do not divide it: change it"
             )
-            raise self.error(
-                "sequences_per_step",
-                f"is not a multiple of micro_batch {self.micro_batch} x {world} ranks; {cure}",
-            )
-        return self.sequences_per_step // per_micro_step
+            problem = f"is not a multiple of micro_batch {self.micro_batch} x {world} ranks; {cure}"
+            raise self.error("sequences_per_step", problem)
+        return batch // divisor
 
     def error(self, name: str, problem: str) -> SettingsError:
         """A SettingsError that says which setting, its value, and where the value was set."""
@@ -284,10 +248,8 @@ def unknown(name: str, where: str) -> SettingsError:
     if name in RETIRED:
         return SettingsError(f"{name} ({where}) is not a setting of Nova: {RETIRED[name]}")
     near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.6)
-    return SettingsError(
-        f"{name} ({where}) is not a setting; "
-        + (f"did you mean {' or '.join(near)}?" if near else "see --help")
-    )
+    hint = f"did you mean {' or '.join(near)}?" if near else "see --help"
+    return SettingsError(f"{name} ({where}) is not a setting; {hint}")
 
 
 def options(name: str) -> list:
@@ -299,46 +261,41 @@ def options(name: str) -> list:
 
 
 def convert(name: str, value, where: str):
-    """The value as the type of its field, or a SettingsError. An int is a float; nothing else is converted."""
+    """The value as the type of its field, or a SettingsError. An int is a float, and 5e4 an int; nothing else is converted."""
     for kind in options(name):
-        if typing.get_origin(kind) is Literal and isinstance(value, str) and value in typing.get_args(kind):
+        members = typing.get_args(kind)
+        if typing.get_origin(kind) is Literal and type(value) is str and value in members:
             return value
         if typing.get_origin(kind) is list and isinstance(value, (list, tuple)):
-            item = typing.get_args(kind)[0]
-            if all(isinstance(v, item) and not isinstance(v, bool) for v in value):
+            if all(type(v) is members[0] for v in value):
                 return list(value)
-        if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            if math.isfinite(value):
-                return float(value)
-        if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-            return int(value)  # 5e4 steps
-        if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        if type(value) is kind and (kind is not float or math.isfinite(value)):
             return value
-        if kind in (bool, str, type(None)) and type(value) is kind:
-            return value
+        if kind is float and type(value) is int:
+            return float(value)
+        if kind is int and type(value) is float and value.is_integer() and abs(value) < 2**53:
+            return int(value)
     raise SettingsError(f"{name}={value!r} ({where}): must be {describe(TYPES[name])}")
 
 
 def describe(kind) -> str:
     """A type in words."""
-    if kind is type(None):
-        return "None"
+    members = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
-        return " | ".join(repr(a) for a in typing.get_args(kind))
+        return " | ".join(map(repr, members))
     if typing.get_origin(kind) is list:
-        return f"a list of {describe(typing.get_args(kind)[0])}"
-    if typing.get_args(kind):
-        return " | ".join(describe(a) for a in typing.get_args(kind))
-    return kind.__name__
+        return f"a list of {describe(members[0])}"
+    if members:
+        return " | ".join(map(describe, members))
+    return "None" if kind is type(None) else kind.__name__
 
 
 def parse(name: str, text: str):
     """A command-line or environment text as a Python value: 3, 1e-4, None, true, a,b, [1,2], else the text."""
     kinds = options(name)
-    if any(typing.get_origin(k) is list for k in kinds) and not text.startswith("[") and text != "None":
+    if (list[str] in kinds or list[int] in kinds) and not text.startswith("[") and text != "None":
         items = [t.strip() for t in text.split(",") if t.strip()]
-        numbers = any(typing.get_args(k) == (int,) for k in kinds)
-        return [int(t) if numbers and t.lstrip("-").isdigit() else t for t in items]
+        return [int(t) if list[int] in kinds and t.lstrip("-").isdigit() else t for t in items]
     if bool in kinds and text.lower() in ("true", "false", "1", "0", "yes", "no"):
         return text.lower() in ("true", "1", "yes")
     if str in kinds and text != "None":
@@ -429,83 +386,51 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
 
 def check(s: Settings):
     """Raise SettingsError for values out of range and for contradictions."""
-    for name in (
-        "d_model n_layers n_heads n_kv_heads ffn_hidden max_len loss_chunk sequences_per_step micro_batch total_steps "
-        "log_every eval_every ckpt_every ckpt_keep eval_rows final_eval_rows val_rows max_bad_steps"
-    ).split():
-        if getattr(s, name) < 1:
-            raise s.error(name, "must be at least 1")
-    for name in (
-        "layer_scale logit_softcap z_loss muon_lr lr weight_decay grad_clip warmup_steps ctx_warmup_steps cache_gb seed "
-        "muon_momentum_warmup shard_refresh_steps save_minutes sample_tokens usd_per_gpu_hour hub_patience"
-    ).split():
-        if getattr(s, name) < 0:
-            raise s.error(name, "must not be negative")
-    for name in "vocab_size threads shard_size stop_at target_tokens max_hours job_hours".split():
-        if getattr(s, name) is not None and getattr(s, name) <= 0:
-            raise s.error(name, "must be positive, or None")
-    for name in "rope_theta init_timeout step_timeout stage_timeout adam_eps".split():
-        if getattr(s, name) <= 0:
-            raise s.error(name, "must be positive")
-    for name in "beta1 beta2 muon_momentum".split():
-        if not 0 <= getattr(s, name) < 1:
-            raise s.error(name, "must be in [0, 1)")
-    if not 0 < s.decay_frac <= 1:
-        raise s.error("decay_frac", "must be in (0, 1]")
-    if s.diff_lambda_init is not None and not 0 <= s.diff_lambda_init < 1:
-        raise s.error("diff_lambda_init", "must be in [0, 1), since (1 - lambda_0) scales the output")
+    for name, field in FIELDS.items():
+        value, wanted = getattr(s, name), options(name)
+        if isinstance(value, (int, float)) and bool not in wanted:
+            must = field.metadata["must"] or (AT_LEAST_1 if int in wanted else FROM_0)
+            if not RANGES[must](value):
+                raise s.error(name, f"must {must}{', or None' if type(None) in wanted else ''}")
     if s.d_model % s.n_heads:
         raise s.error("n_heads", f"must divide d_model={s.d_model}")
     if s.n_heads % s.n_kv_heads:
         raise s.error("n_kv_heads", f"must divide n_heads={s.n_heads}")
-    streams = 2 if s.attention == "diff" else 1
-    if s.head_dim % (2 * streams) or s.head_dim > 256:
-        raise s.error(
-            "n_heads",
-            f"head_dim = d_model / n_heads = {s.head_dim} must be a multiple of {2 * streams} and at most 256",
-        )
+    unit = 4 if s.attention == "diff" else 2  # rotary pairs, in each of two streams
+    if s.head_dim % unit or s.head_dim > 256:
+        size = f"head_dim = d_model / n_heads = {s.head_dim}"
+        raise s.error("n_heads", f"{size} must be a multiple of {unit} and at most 256")
     if s.attention != "diff" and s.diff_lambda_init is not None:
         raise s.error("diff_lambda_init", f"has no meaning with attention={s.attention!r}")
-    if s.ctx_end_len is None:
-        s.ctx_end_len = s.max_len
-    if s.ctx_start_len is None:
-        s.ctx_start_len = s.ctx_end_len
+    s.ctx_end_len = s.ctx_end_len or s.max_len
+    s.ctx_start_len = s.ctx_start_len or s.ctx_end_len
     for name in ("ctx_end_len", "ctx_start_len"):
-        if not 1 <= getattr(s, name) <= s.max_len or s.max_len % getattr(s, name):
-            raise s.error(
-                name,
-                f"must be a divisor of max_len={s.max_len}: rows are cut into contexts, nothing is dropped",
-            )
+        if s.max_len % getattr(s, name):
+            raise s.error(name, f"must be a divisor of max_len={s.max_len}: rows are cut into contexts")
     if s.ctx_start_len > s.ctx_end_len:
         raise s.error("ctx_start_len", f"exceeds ctx_end_len={s.ctx_end_len}")
-    for floor, peak in (("muon_min_lr", "muon_lr"), ("min_lr", "lr")):
+    for floor, peak in FOLLOWS.items():
         if getattr(s, floor) is None:
             setattr(s, floor, getattr(s, peak) / 10)
-        if not 0 <= getattr(s, floor) <= getattr(s, peak):
-            raise s.error(floor, f"must lie between 0 and {peak}={getattr(s, peak)}")
+        if getattr(s, floor) > getattr(s, peak):
+            raise s.error(floor, f"exceeds its peak, {peak}={getattr(s, peak)}")
     if s.target_tokens and s.source.get("total_steps", "").startswith("command line"):
-        where = s.source.get("target_tokens", "default")
-        raise s.error(
-            "total_steps",
-            f"has no effect beside target_tokens={s.target_tokens:g} ({where}): --target_tokens=None unsets it",
-        )
+        other = f"target_tokens={s.target_tokens:g} ({s.source.get('target_tokens', 'default')})"
+        raise s.error("total_steps", f"has no effect beside {other}: --target_tokens=None unsets it")
     if s.warmup_steps >= s.steps:
         raise s.error("warmup_steps", f"must be below the {s.steps} steps of the schedule")
     decay = s.steps - round(s.decay_frac * s.steps)
     if s.schedule == "wsd" and s.warmup_steps > decay:
-        raise s.error(
-            "warmup_steps", f"ends inside the decay, which begins at step {decay}: lower it or decay_frac"
-        )
+        begin = f"which begins at step {decay}"
+        raise s.error("warmup_steps", f"ends inside the decay, {begin}: lower it or decay_frac")
     if s.sequences_per_step % s.micro_batch:
         raise s.error("micro_batch", f"must divide sequences_per_step={s.sequences_per_step}")
     if not s.domains or len(set(s.domains)) != len(s.domains) or not all(s.domains):
         raise s.error("domains", "must be a list of different, non-empty names")
-    if s.domain_weights is not None and (
-        len(s.domain_weights) != len(s.domains) or min(s.domain_weights) < 1
-    ):
-        raise s.error(
-            "domain_weights", f"must be {len(s.domains)} positive integers, one for each of {s.domains}"
-        )
+    weights = s.domain_weights
+    if weights is not None and (len(weights) != len(s.domains) or min(weights) < 1):
+        wanted = f"must be {len(s.domains)} positive integers, one for each of {s.domains}"
+        raise s.error("domain_weights", wanted)
     for name in ("eval_rows", "final_eval_rows"):
         if getattr(s, name) > s.val_rows:
             raise s.error(name, f"exceeds val_rows={s.val_rows}, the rows that are held out")
@@ -514,8 +439,7 @@ def check(s: Settings):
     for name in s.allow_change:
         if name not in FIELDS:
             raise unknown(name, "allow_change")
-    if s.nccl_safe:
-        s.allow_slow_links = True
+    s.allow_slow_links = s.allow_slow_links or s.nccl_safe
 
 
 def help_text() -> str:
@@ -542,7 +466,7 @@ def refuse_changes(saved: dict, now: Settings) -> list[str]:
     lines, refused = [], []
     for name, before, after, kind in changes(saved, now):
         line = f"{name}: {before!r} -> {after!r}"
-        leads = FOLLOWS.get(name) if name not in now.source else None
+        lead = FOLLOWS.get(name, name) if name not in now.source else name
         if kind == MODEL:
             refused.append(
                 f"{line} (the saved weights have another form: start another run in another out_dir)"
@@ -551,10 +475,8 @@ def refuse_changes(saved: dict, now: Settings) -> list[str]:
             refused.append(
                 f"{line} (target_tokens would end elsewhere: --target_tokens=None --total_steps=N)"
             )
-        elif kind == MATH and name not in now.allow_change and leads not in now.allow_change:
-            refused.append(
-                f"{line} (changes the course of the run: --allow_change={leads or name} accepts it)"
-            )
+        elif kind == MATH and not {name, lead} & set(now.allow_change):
+            refused.append(f"{line} (changes the course of the run: --allow_change={lead} accepts it)")
         else:
             lines.append(line)
     if refused:

@@ -13,7 +13,7 @@ import data
 import model
 import train_nova
 from launch import startup
-from track import metrics
+from track import LossMeter
 
 
 def gradients(rank, world, every: bool, shard: int | None):
@@ -32,7 +32,7 @@ def gradients(rank, world, every: bool, shard: int | None):
         for _ in range(2):
             net.zero_grad(set_to_none=True)
             calls.clear()
-            train_nova.accumulate(this, batch, metrics.LossMeter(["a"], device))
+            train_nova.accumulate(this, batch, LossMeter(["a"], device))
     finally:
         dist.all_reduce = real
     whole = {name: p.grad.full_tensor().numpy() for name, p in net.named_parameters()}

@@ -1,7 +1,6 @@
 """The first step of a run is watched: a Muon that does not orthogonalise, a frozen parameter, a detached head stop it."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from workers import Rank, run
 import model
 import muon
 from launch import proof as selftest
+from track import Step
 from track import health as watch
 
 
@@ -108,21 +108,20 @@ def resumed_before_a_bad_step(rank, world, folder):
     optimizers = muon.build_optimizers(net, settings, log=lambda text: None)
     agree = exchange(rank, world)
     agree.first_step_done = lambda: None
-    job = SimpleNamespace(
-        settings=settings, agree=agree, model=net, optimizers=optimizers, log=lambda text: None, step=5, bad_in_a_row=0
-    )  # fmt: skip
-    watcher, pending = watch.Watcher(job), []
+    named, pending = net.named_parameters(), []
+    watcher = watch.Watcher(settings, agree, named, optimizers[0], lambda text: None, fresh=False)
     ids = torch.randint(0, 257, (8, settings.max_len + 1), generator=torch.Generator().manual_seed(1))
     for loss in (math.nan, 5.0):
         total, _ = net(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         (total / (8 * settings.max_len)).backward()
         norm = float(muon.clip_grads(net, 1.0))
-        watcher.before_update(loss, {}, norm, (1e-4, 1e-4, 0.95))
+        done = Step(6, loss, {}, norm, (1e-4, 1e-4, 0.95), settings.max_len, 512, {})
+        watcher.before_update(done, last=False)
         for optimizer in optimizers:
             if math.isfinite(loss):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        watcher.after_update(loss, norm, (1e-4, 1e-4, 0.95))
+        watcher.after_update(done)
         pending.append(watcher.proof is not None)
     return pending
 

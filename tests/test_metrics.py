@@ -1,4 +1,4 @@
-"""metrics.py and watch.py: true numbers, a file that survives kills and resumes, and warnings about a sick run."""
+"""What a run shows of itself: true numbers, a file that survives kills and resumes, and warnings about a sick run."""
 
 import json
 import math
@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import ROOT, tiny_settings
 
+from kernels import device_peak
 from schedule import Event, Horizon
-from track import health as watch
-from track import metrics
-from track.metrics import LossMeter, Metrics, MetricsError, StepTimer, device_peak, draw, read_rows, time_used
+from track import LossMeter, Metrics, MetricsError, Step, StepTimer, console, draw, health, read_rows, rows
+from track.rows import time_used
 
 
 class Clock:
@@ -27,25 +27,29 @@ class Clock:
         return self.now
 
 
-def make(tmp_path, clock=None, log=None, **changes):
-    world, run_id = changes.pop("world", 2), changes.pop("run_id", None)
-    s = tiny_settings(**{"log_every": 5, **changes})
-    m = Metrics(
-        s, str(tmp_path), world, "cpu", lambda ctx: 1e6, log or (lambda text: None), run_id=run_id,
-        clock=clock or Clock(),
-    )  # fmt: skip
-    m.peak = 1e9  # FLOP/s of one device, so that MFU can be computed by hand
+def make(tmp_path, clock=None, log=lambda text: None, world=2, run_id=None, main=True, **changes):
+    s = tiny_settings(**{"log_every": 5, "out_dir": str(tmp_path), **changes})
+    m = Metrics(s, world, "cpu", lambda ctx: 1e6, log, main, run_id=run_id, clock=clock or Clock())
+    m.machine.peak = 1e9  # FLOP/s of one device, so that MFU can be computed by hand
     return m
 
 
-def take_steps(m, first, last, clock=None, loss=2.0, seconds=0.5, tokens=100, **more):
+def launched(tmp_path, *args, **kwargs):
+    m = make(tmp_path, *args, **kwargs)
+    m.launch(0)
+    return m
+
+
+def take_steps(m, first, last, clock=None, loss=2.0, seconds=0.5, seconds_left=None):
+    """Steps of 100 tokens."""
+    shares = {"data": 0.1, "forward_backward": 0.6, "optimizer": 0.2, "other": 0.1, "total": 1}
     for step in range(first, last + 1):
         if clock:
             clock.now += seconds
-        timers = {"data": 0.1 * seconds, "forward_backward": 0.6 * seconds, "optimizer": 0.2 * seconds,
-                  "other": 0.1 * seconds, "total": seconds}  # fmt: skip
-        m.step(step, loss, {"code": loss, "math": loss}, 1.0, (4e-4, 2e-4, 0.95), 64, tokens, timers,
-               {"code": 0.5, "math": 0.1}, **more)  # fmt: skip
+        by_domain, epochs = {"code": loss, "math": loss}, {"code": 0.5, "math": 0.1}
+        done = Step(step, loss, by_domain, 1.0, (4e-4, 2e-4, 0.95), 64, 100, epochs)
+        done.seconds = {part: share * seconds for part, share in shares.items()}
+        m.step(done, seconds_left)
 
 
 # --- speed and time --------------------------------------------------------------------------------------------
@@ -67,8 +71,8 @@ def test_speed_is_per_training_second_and_pauses_count_in_the_total(tmp_path):
     assert report["tokens_per_second"] == pytest.approx(200)
     assert report["tokens_per_second_per_gpu"] == pytest.approx(100)
     assert report["mfu"] == pytest.approx(0.1)
-    rows = [r for r in read_rows(m.path) if r["kind"] == "step"]
-    assert all(r["mfu"] == pytest.approx(0.1) for r in rows)
+    written = [r for r in read_rows(m.rows.path) if r["kind"] == "step"]
+    assert all(r["mfu"] == pytest.approx(0.1) for r in written)
     parts = report["seconds_by_part"]
     assert parts["evaluation"] == 60 and parts["save"] == 20 and parts["start-up"] == 30
     assert parts["forward_backward"] == pytest.approx(6) and parts["data"] == pytest.approx(1)
@@ -79,8 +83,7 @@ def test_speed_is_per_training_second_and_pauses_count_in_the_total(tmp_path):
 
 def test_console_lines_have_the_seeds_figures_and_ours(tmp_path):
     clock, lines = Clock(), []
-    m = make(tmp_path, clock, lines.append)
-    m.launch(0)
+    m = launched(tmp_path, clock, lines.append)
     take_steps(m, 1, 5, clock, seconds_left=4500.0)
     text = "\n".join(lines[-4:])
     for figure in ("step 000005/20", "ctx 64", "1.25h left", "ETA 8s", "loss 2.0000", "avg50 2.0000", "ppl 7.4", "mlr 4.00e-04",
@@ -91,21 +94,19 @@ def test_console_lines_have_the_seeds_figures_and_ours(tmp_path):
 
 def test_eta_follows_a_moved_horizon_and_includes_pauses(tmp_path):
     clock = Clock()
-    m = make(tmp_path, clock, total_steps=100)
-    m.launch(0)
+    m = launched(tmp_path, clock, total_steps=100)
     take_steps(m, 1, 10, clock)
-    assert m.eta(10) == pytest.approx(45)
+    assert m.eta() == pytest.approx(45)
     m.evaluation(10, 1.5, {}, None, seconds=5.0)  # as long as the ten steps took
-    assert m.eta(10) == pytest.approx(90)
+    assert m.eta() == pytest.approx(90)
     m.event(Event("horizon", 10, "max_hours end before", Horizon(10, 20)))
-    assert m.eta(10) == pytest.approx(10)
-    assert [r for r in read_rows(m.path) if r["kind"] == "event"][0]["end_step"] == 20
+    assert m.eta() == pytest.approx(10)
+    assert [r for r in read_rows(m.rows.path) if r["kind"] == "event"][0]["end_step"] == 20
 
 
 def test_a_line_tells_the_speed_of_the_steps_since_the_last_one(tmp_path):
     lines = []
-    m = make(tmp_path, log=lines.append)
-    m.launch(0)
+    m = launched(tmp_path, log=lines.append)
     take_steps(m, 1, 5, seconds=0.5)
     take_steps(m, 6, 10, seconds=0.1)
     assert [line.split()[0] for line in lines if "tok/s" in line] == ["200", "200", "1K"]
@@ -113,10 +114,9 @@ def test_a_line_tells_the_speed_of_the_steps_since_the_last_one(tmp_path):
 
 def test_eta_is_never_beyond_the_budget(tmp_path):
     clock = Clock()
-    m = make(tmp_path, clock, total_steps=10**6, max_hours=0.01)
-    m.launch(0)
+    m = launched(tmp_path, clock, total_steps=10**6, max_hours=0.01)
     take_steps(m, 1, 10, clock)
-    assert m.eta(10) == pytest.approx(36 - 5)
+    assert m.eta() == pytest.approx(36 - 5)
 
 
 def test_the_step_timer_adds_up():
@@ -174,7 +174,7 @@ def test_peaks(monkeypatch):
 def test_an_unknown_peak_is_na(tmp_path):
     lines = []
     m = make(tmp_path, log=lines.append)
-    m.peak = None
+    m.machine.peak = None
     m.launch(0)
     take_steps(m, 1, 5)
     assert any("MFU n/a" in line for line in lines) and m.report()["mfu"] is None
@@ -192,31 +192,32 @@ def strict_rows(path):
 
 
 def test_rows_are_strict_json_even_when_the_loss_is_not_finite(tmp_path):
-    m = make(tmp_path)
-    m.launch(0)
+    m = launched(tmp_path)
     take_steps(m, 1, 1)
-    take_steps(m, 2, 2, loss=math.nan, bad=True)
+    take_steps(m, 2, 2, loss=math.nan)
     take_steps(m, 3, 3, loss=math.inf)
-    rows = [r for r in strict_rows(m.path) if r["kind"] == "step"]
-    assert [r["loss"] for r in rows] == [2.0, None, None] and [r["bad"] for r in rows] == [False, True, False]
+    found = [r for r in strict_rows(m.rows.path) if r["kind"] == "step"]
+    assert [r["loss"] for r in found] == [2.0, None, None] and [r["bad"] for r in found] == [
+        False,
+        True,
+        True,
+    ]
     report = m.report()
-    assert report["bad_steps"] == 1 and report["train_loss"] == 2.0
+    assert report["bad_steps"] == 2 and report["train_loss"] == 2.0
     json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda c: pytest.fail(c))
 
 
 def test_only_a_smaller_loss_is_the_best(tmp_path):
     """A loss that is no number never is, not even the first."""
-    m = make(tmp_path)
-    m.launch(0)
+    m = launched(tmp_path)
     losses = (math.nan, 3.0, 3.0, math.nan, math.inf, 2.5)
     best = [m.evaluation(i, loss, {"code": loss}) for i, loss in enumerate(losses)]
-    assert best == [False, True, False, False, False, True] and m.best == {"step": 5, "loss": 2.5}
+    assert best == [False, True, False, False, False, True] and m.totals.best == {"step": 5, "loss": 2.5}
 
 
 def test_a_checkpoint_holds_an_evaluation_that_is_not_finite(tmp_path):
     """Its state is strict JSON: the save after such an evaluation would end the run."""
-    m = make(tmp_path)
-    m.launch(0)
+    m = launched(tmp_path)
     m.evaluation(0, math.nan, {"code": math.nan}, math.inf)
     state = json.loads(json.dumps(m.state(), allow_nan=False))
     again = make(tmp_path)
@@ -227,40 +228,38 @@ def test_a_checkpoint_holds_an_evaluation_that_is_not_finite(tmp_path):
 
 def test_a_full_disk_costs_rows_and_not_the_run(tmp_path):
     lines = []
-    m = make(tmp_path, Clock(), log=lines.append)
-    m.launch(0)
-    m.file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
+    m = launched(tmp_path, Clock(), log=lines.append)
+    m.rows.file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
     take_steps(m, 1, 3)
-    assert m.tokens == 300
+    assert m.totals.tokens == 300
     assert len([line for line in lines if "metrics.jsonl" in line and "NOT WRITTEN" in line]) == 1
-    m.out_dir = str(tmp_path / "gone")
-    m.journal()
-    assert any("time.json" in line for line in lines)
+    m.journal.path = str(tmp_path / "gone" / "time.json")
+    m.journal.write()
+    assert any("time.json" in line and "NOT WRITTEN" in line for line in lines)
 
 
 def test_a_resume_continues_the_file_without_duplicate_or_lost_steps(tmp_path):
     """Killed at step 9, a torn line at the end, resumed from a checkpoint at step 6."""
     clock = Clock()
-    m = make(tmp_path, clock)
-    m.launch(0)
+    m = launched(tmp_path, clock)
     take_steps(m, 1, 6, clock, loss=4.0)
     m.evaluation(6, 1.5, {"code": 1.5}, None, 2.0)
     state = json.loads(json.dumps(m.state()))
     take_steps(m, 7, 9, clock)
     m.evaluation(9, 1.0, {"code": 1.0}, None, 2.0)
-    with open(m.path, "a") as f:
+    with open(m.rows.path, "a") as f:
         f.write('{"kind": "step", "step": 10, "lo')
-    m.journal()
+    m.journal.write()
     again = make(tmp_path, clock)
     again.load_state(state)
     assert again.used() == pytest.approx(9 * 0.5), "what a kill threw away was paid for, too"
     again.launch(6)
     take_steps(again, 7, 12, clock)
-    assert again.eta(12) == pytest.approx(8 * 0.5 * (1 + 2 / 6))  # the pace of this launch's steps
-    rows = strict_rows(again.path)
-    assert [r["step"] for r in rows if r["kind"] == "step"] == list(range(1, 13))
-    assert [r["tokens"] for r in rows if r["kind"] == "step"] == [100 * i for i in range(1, 13)]
-    assert [r["step"] for r in rows if r["kind"] == "evaluation"] == [6]
+    assert again.eta() == pytest.approx(8 * 0.5 * (1 + 2 / 6))  # the pace of this launch's steps
+    found = strict_rows(again.rows.path)
+    assert [r["step"] for r in found if r["kind"] == "step"] == list(range(1, 13))
+    assert [r["tokens"] for r in found if r["kind"] == "step"] == [100 * i for i in range(1, 13)]
+    assert [r["step"] for r in found if r["kind"] == "evaluation"] == [6]
     report = again.report()
     assert report["restarts"] == 1 and report["best_val"] == 1.5 and report["tokens_seen"] == 1200
     assert report["train_loss"] == 3.0  # of the last 50 steps, whatever the launch
@@ -270,45 +269,41 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls, sync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), sync(fd)))
     monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
-    metrics.write_json(str(tmp_path / "report.json"), {"loss": math.nan})
+    rows.write_json(str(tmp_path / "report.json"), {"loss": math.nan})
     assert calls == ["fsync", "replace"]
     assert json.loads((tmp_path / "report.json").read_text()) == {"loss": None}
 
 
 def test_time_used_survives_a_kill_and_counts_every_launch(tmp_path):
     clock = Clock()
-    m = make(tmp_path, clock)
-    m.launch(0)
+    m = launched(tmp_path, clock)
     take_steps(m, 1, 40, clock)  # 20 s, then killed: nothing is called any more
     seconds, launches = time_used(str(tmp_path))
-    assert launches == 1 and 20 - metrics.JOURNAL_SECONDS - 0.5 <= seconds <= 20
+    assert launches == 1 and 20 - rows.JOURNAL_SECONDS - 0.5 <= seconds <= 20
     again = make(tmp_path, clock)
     again.launch(0)
     take_steps(again, 1, 40, clock)
-    assert again.used() == pytest.approx(seconds + 20) and again.restarts == 1
+    assert again.used() == pytest.approx(seconds + 20) and again.journal.restarts == 1
     clock.now += 100  # the last save and its upload
     again.close()
     assert time_used(str(tmp_path))[0] == pytest.approx(seconds + 120)
     fresh = make(tmp_path, clock, resume="never")
-    assert fresh.used() == 0 and fresh.restarts == 0
+    assert fresh.used() == 0 and fresh.journal.restarts == 0
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    s = tiny_settings()
-    m = Metrics(s, str(tmp_path / "out"), 2, "cpu", 1e6, log=lambda t: pytest.fail(t), main=False)
-    m.launch(0)
+    m = launched(tmp_path / "out", log=lambda text: pytest.fail(text), main=False)
     take_steps(m, 1, 10)
     m.evaluation(10, 1.0, {"code": 1.0})
     m.save(10, "latest", {"pause": 0.1})
     m.sample(10, "text")
     m.report()
-    assert not os.path.exists(tmp_path / "out") and m.best == {"step": 10, "loss": 1.0}
+    assert not os.path.exists(tmp_path / "out") and m.totals.best == {"step": 10, "loss": 1.0}
 
 
 def test_the_report_has_the_seeds_fields_and_ours(tmp_path):
     lines = []
-    m = make(tmp_path, log=lines.append)
-    m.launch(0)
+    m = launched(tmp_path, log=lines.append)
     take_steps(m, 1, 5)
     m.evaluation(5, 1.25, {"code": 1.0, "math": 1.5}, 1.8, 1.0)
     m.report(
@@ -327,8 +322,7 @@ def test_the_report_has_the_seeds_fields_and_ours(tmp_path):
 
 
 def test_a_new_run_in_an_old_folder_leaves_the_old_runs_numbers(tmp_path):
-    m = make(tmp_path)
-    m.launch(0)
+    m = launched(tmp_path)
     take_steps(m, 1, 3)
     m.close()
     new = make(tmp_path, resume="never", run_id="out-2")
@@ -339,28 +333,26 @@ def test_a_new_run_in_an_old_folder_leaves_the_old_runs_numbers(tmp_path):
 
 def test_rows_come_with_the_checkpoint_of_another_machine(tmp_path):
     for folder, last in (("here", 3), ("checkpoint", 9)):
-        m = make(tmp_path / folder)
-        m.launch(0)
+        m = launched(tmp_path / folder)
         take_steps(m, 1, last)
         m.close()
     here = make(tmp_path / "here")
     here.load_state(m.state(), str(tmp_path / "checkpoint"))
     here.launch(8)
-    steps = [r["step"] for r in read_rows(here.path) if r["kind"] == "step"]
+    steps = [r["step"] for r in read_rows(here.rows.path) if r["kind"] == "step"]
     assert steps == list(range(1, 9)), "neither a hole nor steps that are done again"
     here.load_state(m.state(), str(tmp_path / "nowhere"))
-    assert metrics.last_step(here.path) == 8
+    assert rows.last_step(here.rows.path) == 8
 
 
 def test_a_finished_run_that_only_reports_again_keeps_its_speed(tmp_path):
     """As on a machine that has nothing but the final checkpoint."""
-    m = make(tmp_path)
-    m.launch(0)
+    m = launched(tmp_path)
     take_steps(m, 1, 3)
     again = make(tmp_path / "elsewhere")
     again.load_state(json.loads(json.dumps(m.state())))
     again.launch(3)
-    assert again.facts()["tokens_per_second"] == m.facts()["tokens_per_second"] > 0
+    assert again.report()["tokens_per_second"] == m.report()["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
@@ -373,8 +365,7 @@ def test_a_tracker_is_imported_on_use_gets_the_numbers_and_goes_on_with_the_same
     fake.log = lambda values, step=None: sent.append((step, values))
     fake.finish = lambda: calls.append("finish")
     monkeypatch.setitem(sys.modules, name, fake)
-    m = make(tmp_path, tracker=name, run_id="out-1")
-    m.launch(0)
+    m = launched(tmp_path, tracker=name, run_id="out-1")
     take_steps(m, 1, 3)
     m.evaluation(3, 1.0, {"code": 1.0})
     m.report()
@@ -396,8 +387,7 @@ def test_a_missing_tracker_says_how_to_get_it(tmp_path, monkeypatch):
 def test_without_matplotlib_one_line_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     lines = []
-    m = make(tmp_path, log=lines.append)
-    m.launch(0)
+    m = launched(tmp_path, log=lines.append)
     take_steps(m, 1, 5)
     m.evaluation(5, 1.0, {"code": 1.0})
     m.evaluation(5, 1.0, {"code": 1.0})
@@ -407,30 +397,32 @@ def test_without_matplotlib_one_line_says_how_to_get_it(tmp_path, monkeypatch):
 
 def test_the_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="loss.png was not drawn: matplotlib is not installed")
-    m = make(tmp_path)
-    m.launch(0)
+    m = launched(tmp_path)
     take_steps(m, 1, 30)
     m.evaluation(30, 1.0, {"code": 1.0, "math": 1.2})
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    draw({"one": read_rows(m.path), "two": read_rows(m.path), "empty": []}, str(tmp_path / "curves.png"))
+    draw(
+        {"one": read_rows(m.rows.path), "two": read_rows(m.rows.path), "empty": []},
+        str(tmp_path / "curves.png"),
+    )
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_peak_memory_is_this_processs_own():
     """getrusage's peak is inherited: a run that a large process starts would report that one's."""
-    ask = "import sys, metrics; print(metrics.memory('cpu')['peak'])"
+    ask = "import sys, track; print(track.memory('cpu')['peak'])"
     large = f"x = b'x' * 10**9; import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
     done = subprocess.run([sys.executable, "-c", large], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert 0.05 < float(done.stdout) < 0.8, done.stderr
 
 
 def test_smooth_does_not_lag():
-    assert metrics.smooth([1.0, 3.0, 8.0, 7.0], 1) == [1.0, 4.0, 6.0, 7.0]
+    assert console.smooth([1.0, 3.0, 8.0, 7.0], 1) == [1.0, 4.0, 6.0, 7.0]
     line = [float(i) for i in range(50)]
-    assert metrics.smooth(line) == pytest.approx(line)
+    assert console.smooth(line) == pytest.approx(line)
 
 
-# --- watch.py ------------------------------------------------------------------------------------------------------
+# --- health.py ------------------------------------------------------------------------------------------------------
 
 
 def toy():
@@ -448,7 +440,7 @@ def descend(parameters):
 
 def test_frozen_and_dead_parameters_are_named():
     model, loss = toy()
-    movement = watch.Movement(model.named_parameters())
+    movement = health.Movement(model.named_parameters())
     for _ in range(3):
         loss().backward()
         movement.saw_gradients()
@@ -463,13 +455,13 @@ def test_healthy_parameters_give_no_warning_and_ranks_are_added_up():
     """A parameter whose gradient is zero on one rank is alive when another rank saw one."""
     model, loss = toy()
     del model["dead"]
-    movement = watch.Movement(model.named_parameters())
+    movement = health.Movement(model.named_parameters())
     loss().backward()
     movement.saw_gradients()
     descend(model.parameters())
     assert movement.report() == []
     other = {name: [64, 64, True] for name, _ in model.named_parameters()}
-    idle = watch.Movement(model.named_parameters())
+    idle = health.Movement(model.named_parameters())
     assert len(idle.report()) == 1
     assert idle.report(lambda mine: [mine, other]) == []
 
@@ -477,7 +469,7 @@ def test_healthy_parameters_give_no_warning_and_ranks_are_added_up():
 def test_masters_too_coarse_for_their_updates_are_noticed():
     """The first Nova script's fault: bf16 weights lose an update below half a unit in the last place."""
     p = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
-    movement = watch.Movement([("norm.scale", p)])
+    movement = health.Movement([("norm.scale", p)])
     p.grad = torch.ones_like(p)
     movement.saw_gradients()
     with torch.no_grad():
@@ -487,19 +479,27 @@ def test_masters_too_coarse_for_their_updates_are_noticed():
 
 def test_the_slowest_rank_is_named_only_when_it_lags():
     ranks = [{"host": f"node{i // 4}", "data": 0.1, "tflops": 700.0} for i in range(8)]
-    assert watch.straggler(ranks, 2.0) is None and watch.straggler(ranks[:1], 2.0) is None
+    assert health.straggler(ranks, 2.0) is None and health.straggler(ranks[:1], 2.0) is None
     ranks[5]["tflops"], ranks[3]["data"] = 620.0, 0.35
-    assert watch.straggler(ranks, 2.0) is None
+    assert health.straggler(ranks, 2.0) is None
     ranks[5]["tflops"] = 500.0
-    assert "rank 5 on node1 computes at 500 TFLOP/s, the median is 700" in watch.straggler(ranks, 2.0)
+    assert "rank 5 on node1 computes at 500 TFLOP/s, the median is 700" in health.straggler(ranks, 2.0)
     ranks[3]["data"] = 0.5
-    assert "rank 3 on node0 waited 0.50 s of a step of 2.00 s" in watch.straggler(ranks, 2.0)
+    assert "rank 3 on node0 waited 0.50 s of a step of 2.00 s" in health.straggler(ranks, 2.0)
 
 
-def test_the_black_box_holds_the_last_steps(tmp_path):
-    box = watch.BlackBox(str(tmp_path), size=4)
-    for i in range(10):
-        box.record(step=i, loss=float("nan") if i == 9 else 1.0, ids=[i, i + 1])
-    content = json.load(open(box.dump("loss is not finite", norms={"layers.0": math.inf})))
-    assert [s["step"] for s in content["steps"]] == [6, 7, 8, 9] and content["steps"][-1]["loss"] is None
-    assert content["reason"] == "loss is not finite" and content["norms"] == {"layers.0": None}
+def test_the_black_box_holds_the_last_steps_and_the_largest_gradients(tmp_path):
+    model, loss = toy()
+    loss().backward()
+    agree = types.SimpleNamespace(rank=0, gather=lambda mine: [mine, {**mine, "good.weight": math.inf}])
+    settings, muon, lines = tiny_settings(out_dir=str(tmp_path)), types.SimpleNamespace(blocks={}), []
+    watcher = health.Watcher(settings, agree, model.named_parameters(), muon, lines.append, fresh=False)
+    for i in range(1, 41):
+        bad = Step(i, math.nan if i > 38 else 1.0, {"code": 1.0}, 1.0, (1e-3, 1e-3, 0.9), 64, 512, {})
+        watcher.before_update(bad, last=i == 40)
+    box = json.loads((tmp_path / "blackbox.json").read_text())
+    assert [s["step"] for s in box["steps"]] == list(range(9, 41)) and box["steps"][-1]["loss"] is None
+    assert box["steps"][-1]["samples"] == [39 * 8, 40 * 8] and box["reason"] == "non-finite steps"
+    assert list(box["largest_gradient_norms"]) == ["good.weight", "frozen.weight"]
+    assert box["largest_gradient_norms"]["good.weight"] is None, "it is not finite"
+    assert lines == [f"the last 32 steps are in {tmp_path}/blackbox.json"]

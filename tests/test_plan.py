@@ -238,12 +238,12 @@ def real_step() -> list[float]:
 
     import model
     import muon
-    from track import metrics
+    from track import memory
 
     s = tiny_settings(**BIG)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
-    baseline = metrics.memory("cpu")["now"]
+    baseline = memory("cpu")["now"]
     net = model.build_model(s, mesh, "cpu", log=lambda *_: None)
     optimizers = muon.build_optimizers(net, s, log=lambda *_: None)
     for i in range(2):
@@ -252,7 +252,7 @@ def real_step() -> list[float]:
         net(ids, ids)[0].backward()
     for optimizer in optimizers:
         optimizer.step()
-    return (metrics.memory("cpu")["peak"] - baseline) * GB
+    return (memory("cpu")["peak"] - baseline) * GB
 
 
 @pytest.mark.slow

@@ -258,9 +258,9 @@ def test_a_stopped_launch_waits_for_uploads_no_longer_than_torchrun_waits_for_it
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
 def test_out_of_memory_in_any_stage_names_the_settings_and_is_not_retried(error):
     run = train_nova.Run(tiny_settings(), Rank(), print, torch.device("cpu"))
-    run.planned = train_nova.plan_of(run)
-    with pytest.raises(watch.OutOfMemory, match="(?s)memory/GPU.*micro_batch=4.*selective") as e:
-        with watch.explained_memory(run):
+    planned = train_nova.plan_of(run)
+    with pytest.raises(watch.OutOfMemory, match="(?s)at step 4.*memory/GPU.*micro_batch=4.*selective") as e:
+        with watch.explained_memory(run.settings, planned, lambda: 3):
             raise error
     assert e.value.exit_code == 70
 

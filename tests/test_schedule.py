@@ -16,11 +16,11 @@ from schedule import (
     Budget,
     Event,
     Horizon,
-    changed_horizon,
     context_length,
     contexts,
     first_horizon,
     rates,
+    resumed_horizon,
     save_minutes_suggested,
 )
 from settings import TYPES
@@ -78,16 +78,41 @@ def test_a_moved_horizon_never_makes_the_rate_jump(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_another_length_never_makes_the_rate_of_a_decay_jump(form):
     """total_steps changed at a resume: the rate goes on from where it is; of a run that was done, it is the new one's."""
-    s = tiny_settings(schedule=form, total_steps=200, warmup_steps=10, decay_frac=0.5)
-    old = first_horizon(s)
+    s, old = resumable(form, 200)
     for total in (150, 199, 201, 1000):
-        longer = tiny_settings(schedule=form, total_steps=total, warmup_steps=10, decay_frac=0.5)
-        new = changed_horizon(longer, 130, old)
+        longer, _ = resumable(form, total)
+        new, line = resumed_horizon(longer, 130, old, s.as_dict(), branch=False)
         assert rates(130, longer, new) == rates(130, s, old) and new.end_step == total
-    assert changed_horizon(longer, 5, first_horizon(longer)) == first_horizon(longer)
+        assert line.startswith(f"a new horizon: decay from step {new.decay_start}, end at {total}; ")
+    assert resumed_horizon(longer, 5, old, s.as_dict(), branch=False)[0] == first_horizon(longer)
     for step in (199, 200):  # at its last step a decay is over, too: else all that follow were at the floor
-        assert changed_horizon(longer, step, old) == first_horizon(longer)
-    assert changed_horizon(s, 180, old, anew=True).at(180) == 0, "a branch: from the peak"
+        assert resumed_horizon(longer, step, old, s.as_dict(), branch=False)[0] == first_horizon(longer)
+    new, line = resumed_horizon(s, 180, old, s.as_dict(), branch=True)
+    assert new.at(180) == 0 and "the next step 0% are" in line, "a branch: from the peak"
+
+
+def resumable(form, total_steps, **changes):
+    s = tiny_settings(schedule=form, total_steps=total_steps, warmup_steps=10, decay_frac=0.5, **changes)
+    return s, first_horizon(s)
+
+
+def test_a_resume_keeps_its_horizon_unless_a_setting_that_makes_it_has_changed():
+    s, old = resumable("wsd", 200, max_hours=1.0)
+    moved = Horizon(40, 60)  # by the budget
+    more, same = resumable("wsd", 200, max_hours=2.0)[0], s.as_dict()
+    for now in (s, tiny_settings(**{**same, "lr": 1e-3})):
+        assert resumed_horizon(now, 50, moved, same, branch=False) == (moved, None)
+    assert resumed_horizon(more, 50, moved, same, branch=False) == (moved, None), (
+        "the budget moves it by itself"
+    )
+    assert resumed_horizon(more, 60, moved, same, branch=False)[0] == old, (
+        "unless the old budget has ended the run"
+    )
+    assert resumed_horizon(more, 200, old, same, branch=False) == (old, None), "nothing is left to do"
+    other = tiny_settings(**{**same, "schedule": "cosine"})
+    assert resumed_horizon(other, 50, moved, same, branch=False)[0] == Horizon(50, 200), (
+        "another form begins anew"
+    )
 
 
 def test_rates_do_not_depend_on_history_and_survive_json():

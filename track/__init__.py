@@ -1,9 +1,21 @@
 """What a run shows of itself.
 
-    metrics.py   console lines, metrics.jsonl, loss.png, report.json
+    metrics.py   the totals of a run; what each step, evaluation and save adds to them
+    meters.py    the time, loss, speed and memory of a step
+    rows.py      metrics.jsonl and time.json
+    console.py   the lines that a person reads, and loss.png
     health.py    parameters that do not move, ranks that lag, and, when it ends badly, why
 
 The invariant: everything here only looks; no number that it writes or prints changes the run.
 """
 
-__all__ = ["health", "metrics"]
+from .console import draw
+from .health import Diverged, OutOfMemory, Watcher, explained_memory
+from .meters import LossMeter, StepTimer, memory
+from .metrics import Metrics, MetricsError, Step
+from .rows import read_rows
+
+__all__ = [
+    "Diverged", "LossMeter", "Metrics", "MetricsError", "OutOfMemory", "Step", "StepTimer", "Watcher", "draw",
+    "explained_memory", "memory", "read_rows",
+]  # fmt: skip
