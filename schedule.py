@@ -10,14 +10,13 @@ Steps count from 0; the run does steps 0 … end_step-1, and step end_step-1 has
 last `decay_frac`, then falls linearly. `schedule="cosine"` falls from the end of the warm-up on; when the horizon
 moves, what is left of the cosine is stretched or squeezed into the steps that are left, without a jump.
 
-Branching a stable phase into a decay (`schedule_from`): one long wsd run at peak rate, several short endings.
+A branch (`schedule_from`) goes on at a checkpoint of another run, with its weights, optimizer and data position, under
+its own `total_steps`: one long wsd run at its peak rate, several short endings. Its decay begins at
+`(1 - decay_frac) * total_steps`, or at the branching point if that is later.
 
-    torchrun … train_nova.py config/h200_8x.py --schedule=wsd --out_dir=out/long                        # keeps milestones
-    torchrun … train_nova.py config/h200_8x.py --schedule=wsd --target_tokens=None --total_steps=24000 \\
-        --out_dir=out/ending-24k --schedule_from=out/long/checkpoints/step-00020000-milestone-0041    # decays from 20000
+    python train_nova.py CONFIG --schedule=wsd --target_tokens=None --total_steps=24000 --out_dir=out/ending-24k \\
+        --schedule_from=out/long/checkpoints/step-00020000-milestone-0041                # decays from step 20000
 
-The branch continues at the checkpoint's step with its weights, optimizer and data position, under its own
-`total_steps`: the decay begins at `(1 - decay_frac) * total_steps`, or at the branching point if that is later.
 `stop_at` only ends a launch: the rates stay those of the whole schedule, and the run can go on later.
 """
 
@@ -92,16 +91,16 @@ class Event:
 def first_horizon(settings, start_step: int = 0) -> Horizon:
     """The schedule as set. `start_step` > 0: a branch (`schedule_from`) that never begins its decay before it."""
     end = settings.steps
-    if DECAYS[settings.schedule][1]:
-        start = settings.warmup_steps
-    else:
-        start = end - max(1, round(settings.decay_frac * end))
+    start = settings.warmup_steps if DECAYS[settings.schedule][1] else end - decay_steps(settings, end)
     return Horizon(min(max(start, start_step), end - 1), max(end, start_step + 1))
 
 
-def resumed_horizon(
-    settings, step: int, old: Horizon, before: dict, branch: bool
-) -> tuple[Horizon, str | None]:
+def decay_steps(settings, end: int) -> int:
+    """Steps of a decay that takes the last part of `end` steps."""
+    return max(1, round(settings.decay_frac * end))
+
+
+def resumed_horizon(settings, step: int, old: Horizon, before: dict, branch) -> tuple[Horizon, str | None]:
     """(the horizon of a run that goes on at `step`, the line to log where it is a new one). `old`, `before`: the saved
     run's horizon and settings; `branch`: of another run (`schedule_from`).
 
@@ -217,16 +216,15 @@ class Costs:
             return max(self.measured[kind])  # the slower of two: one may have compiled, or met a busy disk
         s, pace = self.settings, self.pace() or 0.0
         budget = 3600 * (s.max_hours or s.job_hours or 0.0)
-        if kind == "upload" and budget:  # a guess may not eat the budget
-            return min(self.assumed.get(kind, 0.0), 0.04 * budget)
         guesses = {
-            # forward only: about 0.4 of a training step's time per sequence
-            "evaluation": 0.4 * pace * s.eval_rows * len(s.domains) / s.sequences_per_step,
+            "evaluation": 0.4 * pace * s.eval_rows * len(s.domains) / s.sequences_per_step,  # forward only
             # a forward of one sequence for each token, the same on every rank
             "sample": s.sample_tokens * pace * self.world / s.sequences_per_step / 3,
             "whole save": min(600.0, 0.05 * budget),
         }
-        return self.assumed.get(kind, guesses.get(kind, 0.0))
+        expected = self.assumed.get(kind, guesses.get(kind, 0.0))
+        # what was never measured may not eat the budget
+        return min(expected, 0.04 * budget) if kind == "upload" and budget else expected
 
     def ending(self) -> float:
         """Seconds to save and upload at the end of a launch: the save and an export, half its size; an upload that is under
@@ -264,9 +262,7 @@ class Budget(Costs):
     Every rank keeps one, only rank 0's is asked to `decide`. It reads no clock: all times are handed in, in seconds of one
     monotonic clock; `used`: seconds of earlier launches."""
 
-    def __init__(
-        self, settings, launched: float, used: float = 0.0, assumed: dict | None = None, world: int = 1
-    ):
+    def __init__(self, settings, launched: float, used=0.0, assumed: dict | None = None, world=1):
         super().__init__(settings, assumed, world)
         self.launched, self.used_before = launched, used
 
@@ -316,14 +312,10 @@ class Budget(Costs):
         worth_it = new_end - step > (1 + EXTEND) * (now - step) and new_end - now > 0.01 * now
         if enough and not worth_it:
             return None
-        begins_early, start = DECAYS[s.schedule][1], step
-        if step < horizon.decay_start and not begins_early:
-            # stable phase: nothing to do until the decay has to begin
-            if step < new_end - max(1, round(s.decay_frac * new_end)):
-                return None
-        progress = horizon.at(step)
-        if begins_early and not progress:
-            start = max(step, s.warmup_steps)
+        begins_early, progress = DECAYS[s.schedule][1], horizon.at(step)
+        if step < horizon.decay_start and not begins_early and step < new_end - decay_steps(s, new_end):
+            return None  # stable phase: nothing to do until the decay has to begin
+        start = max(step, s.warmup_steps) if begins_early and not progress else step
         new = Horizon(min(start, new_end - 1), new_end, progress)
         reason = (
             f"max_hours={s.max_hours:g} {'reach beyond' if enough else 'end before'} step {now} at "

@@ -176,20 +176,10 @@ def test_save_interval_suggestion_is_youngs_formula():
 class FakeRun:
     """A run whose every duration is known. `launch` goes on from the last saved step until the end, a stop or a kill."""
 
-    def __init__(
-        self,
-        settings,
-        step_seconds,
-        start_up=20.0,
-        evaluation=1.0,
-        pause=0.2,
-        save=2.0,
-        upload=0.0,
-        sample=0.0,
-    ):
+    def __init__(self, settings, step_seconds, start_up=20.0, **costs):
         self.s, self.step_seconds, self.start_up = settings, step_seconds, start_up
-        self.evaluation, self.pause, self.save_seconds, self.upload = evaluation, pause, save, upload
-        self.used, self.saved, self.events, self.rates, self.sample = 0.0, None, [], {}, sample
+        self.costs = {"evaluation": 1.0, "pause": 0.2, "save": 2.0, "upload": 0.0, "sample": 0.0} | costs
+        self.used, self.saved, self.events, self.rates = 0.0, None, [], {}
 
     def launch(self, kill_after=math.inf, world=1):
         s, launched = self.s, random.Random(str(self.used)).uniform(0, 1e6)  # monotonic clocks start anywhere
@@ -199,7 +189,8 @@ class FakeRun:
         if self.saved:
             step, horizon = self.saved["step"], Horizon.from_dict(self.saved["horizon"])
             budget.load_state(json.loads(json.dumps(self.saved["budget"])))
-        self.status, self.steps_here, saved_at = "done", 0, clock
+        self.status, here, saved_at, costs = "done", 0, clock, self.costs
+        ending = costs["pause"] + costs["save"] + costs["upload"]
         while step < horizon.end_step:
             event = budget.decide(step, clock, horizon)
             if event:
@@ -209,31 +200,32 @@ class FakeRun:
                     self.status = "stopped"
                 horizon = event.horizon or horizon
             self.rates[step] = rates(step, s, horizon)
-            seconds = self.step_seconds(self.steps_here, step)
+            seconds = self.step_seconds(here, step)
             clock += seconds
             budget.stepped(seconds)
-            step, self.steps_here = step + 1, self.steps_here + 1
+            step, here = step + 1, here + 1
             if clock - launched > kill_after:
                 self.status = "killed"
                 break
             if step % s.eval_every == 0 and step < horizon.end_step:
-                clock += self.evaluation
-                budget.paused("evaluation", self.evaluation)
-                if self.sample:
-                    clock += self.sample
-                    budget.paused("sample", self.sample)
+                for kind in ("evaluation", "sample") if costs["sample"] else ("evaluation",):
+                    clock += costs[kind]
+                    budget.paused(kind, costs[kind])
             if step % s.ckpt_every == 0 or clock - saved_at > s.save_minutes * 60:
-                clock, saved_at = clock + self.pause, clock
-                budget.saved(
-                    {"pause": self.pause, "seconds": self.save_seconds, "upload_seconds": self.upload}
-                )
+                clock, saved_at = clock + costs["pause"], clock
+                receipt = {
+                    "pause": costs["pause"],
+                    "seconds": costs["save"],
+                    "upload_seconds": costs["upload"],
+                }
+                budget.saved(receipt)
                 self.saved = {"step": step, "horizon": horizon.as_dict(), "budget": budget.state()}
             if self.status == "stopped":
                 break
         if self.status == "done":
-            clock += self.evaluation * s.final_eval_rows / s.eval_rows + self.sample
+            clock += costs["evaluation"] * s.final_eval_rows / s.eval_rows + costs["sample"]
         if self.status != "killed":  # the last save is waited for, and uploaded
-            clock += self.pause + self.save_seconds + self.upload
+            clock += ending
             self.saved = {"step": step, "horizon": horizon.as_dict(), "budget": budget.state()}
         self.used += clock - launched  # the journal survives a kill
         self.step, self.horizon, self.launch_seconds = step, horizon, clock - launched
@@ -258,14 +250,9 @@ def noisy(mean, spread=0.2, seed=0):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_without_a_budget_nothing_moves(form):
-    run = FakeRun(long_settings(schedule=form, total_steps=300), noisy(0.1)).launch()
-    assert run.status == "done" and run.step == 300 and not run.events
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_budget_that_is_large_enough_changes_nothing(form):
-    run = FakeRun(long_settings(schedule=form, total_steps=300, max_hours=1.0), noisy(0.1)).launch()
+@pytest.mark.parametrize("hours", [None, 1.0])
+def test_without_a_budget_or_with_a_large_one_nothing_moves(form, hours):
+    run = FakeRun(long_settings(schedule=form, total_steps=300, max_hours=hours), noisy(0.1)).launch()
     assert run.status == "done" and run.step == 300 and not run.events
 
 
@@ -284,23 +271,35 @@ def test_wsd_stays_at_its_peak_until_the_budgets_last_part():
     assert 0.7 * run.step < at_peak < 0.9 * run.step
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_slow_start_costs_no_budget_later(form):
-    """The first hundred steps take ten times as long (cold caches): the horizon that they suggest is given up again."""
-    steady = noisy(0.1)
-    run = FakeRun(
-        long_settings(schedule=form, max_hours=0.15), lambda here, i: steady(here, i) * (10 if i < 100 else 1)
-    )
-    run.launch().check_ended(0.8)
+CASES = {  # what differs from a long run of noisy steps: (settings, slowness of a step, costs, share used at least)
+    "cold caches make a hundred slow steps: their horizon is given up again": (
+        dict(max_hours=0.15), lambda step: 10 if step < 100 else 1, {}, 0.8,
+    ),
+    "it becomes slower inside its decay": (dict(max_hours=0.1), lambda step: 3 if step > 2400 else 1, {}, 0.75),
+    "saves and evaluations that take long": (
+        dict(max_hours=0.2, ckpt_every=400, eval_every=200), None,
+        dict(evaluation=15.0, pause=8.0, save=30.0, upload=40.0), 0.7,
+    ),
+    "saves of half a minute by the clock, one just before the end: the reserve is measured": (
+        dict(max_hours=0.1, ckpt_every=10_000, save_minutes=1.5), None, dict(pause=1.0, save=30.0), 0.6,
+    ),
+    # 120 tokens are 120 forwards of one sequence of eight: 120 / 8 / 3 of a step of 0.5 s
+    "text samples": (
+        dict(max_hours=0.05, eval_every=100, sample_tokens=120), lambda step: 5, dict(sample=2.5, evaluation=0.8), 0.7,
+    ),
+    "text samples, none before the end": (
+        dict(max_hours=0.05, eval_every=10**6, sample_tokens=120), lambda step: 5, dict(sample=2.5, evaluation=0.8), 0.7,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_run_that_becomes_slower_inside_its_decay_still_ends(form):
+@pytest.mark.parametrize("case", CASES)
+def test_a_budget_is_kept_and_used_when(case, form):
+    changes, slowness, costs, share = CASES[case]
     steady = noisy(0.1)
-    run = FakeRun(
-        long_settings(schedule=form, max_hours=0.1), lambda here, i: steady(here, i) * (3 if i > 2400 else 1)
-    )
-    run.launch().check_ended(0.75)
+    seconds = (lambda here, step: steady(here, step) * slowness(step)) if slowness else steady
+    FakeRun(long_settings(schedule=form, **changes), seconds, **costs).launch().check_ended(share)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -319,27 +318,6 @@ def test_a_resume_without_a_new_event_repeats_the_same_rates():
     before = dict(run.rates)
     run.launch()
     assert run.step == 400 and all(run.rates[i] == r for i, r in before.items()) and not run.events
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_saves_and_evaluations_that_take_long_are_planned_for(form):
-    s = long_settings(schedule=form, max_hours=0.2, ckpt_every=400, eval_every=200)
-    FakeRun(s, noisy(0.1), evaluation=15.0, pause=8.0, save=30.0, upload=40.0).launch().check_ended(0.7)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("eval_every", [100, 10**6])
-def test_text_samples_are_planned_for_even_before_the_first(form, eval_every):
-    """120 tokens are 120 forwards of one sequence of eight: 120 / 8 / 3 of a step of 0.5 s."""
-    s = long_settings(schedule=form, max_hours=0.05, eval_every=eval_every, sample_tokens=120)
-    FakeRun(s, noisy(0.5), sample=2.5, evaluation=0.8).launch().check_ended(0.7)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_long_save_just_before_the_end_cannot_push_the_run_over(form):
-    """Saves of a minute, by the clock, in a budget of six: the reserve is measured, not assumed."""
-    s = long_settings(schedule=form, max_hours=0.1, ckpt_every=10_000, save_minutes=1.5)
-    FakeRun(s, noisy(0.1), pause=1.0, save=30.0).launch().check_ended(0.6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -377,6 +355,14 @@ def test_job_hours_stop_each_launch_in_time_and_move_no_rate(form):
     assert all(e.kind == "stop" and "job_hours" in e.reason for e in run.events)
 
 
+def paced(s, **more):
+    """A budget that has seen steps of a second."""
+    budget = Budget(s, 0.0, **more)
+    for _ in range(20):
+        budget.stepped(1.0)
+    return budget
+
+
 def test_steps_that_compile_are_not_timed():
     budget = Budget(long_settings(), 0.0)
     for seconds in (100.0, 50.0, 1.0, 1.0, 1.0, 1.0):
@@ -388,9 +374,7 @@ def test_steps_that_compile_are_not_timed():
 
 def test_on_other_hardware_a_resume_scales_the_pace_that_it_remembers():
     s = long_settings(max_hours=1.0)
-    budget = Budget(s, 0.0, world=8)
-    for _ in range(20):
-        budget.stepped(1.0)
+    budget = paced(s, world=8)
     other = Budget(s, 0.0, world=4)
     other.load_state(budget.state())
     assert other.pace() == 2.0
@@ -399,9 +383,7 @@ def test_on_other_hardware_a_resume_scales_the_pace_that_it_remembers():
 def test_pauses_are_planned_before_they_happen():
     """The steps that fit into an hour: by counting step for step what falls due, and by the budget's formula."""
     s = long_settings(max_hours=1.0, eval_every=50, ckpt_every=100, save_minutes=0.0)
-    budget = Budget(s, 0.0)
-    for _ in range(20):
-        budget.stepped(1.0)
+    budget = paced(s)
     budget.paused("evaluation", 10.0)
     budget.saved({"pause": 20.0, "seconds": 30.0})
     clock = end = 0
@@ -414,13 +396,8 @@ def test_pauses_are_planned_before_they_happen():
 def test_what_follows_the_last_step_is_reserved_with_a_margin():
     """The slower of the last two of each kind: a first evaluation compiles, a disk may be busy."""
     budget = Budget(long_settings(max_hours=1.0), 0.0)
-    for kind, seconds in (
-        ("evaluation", 10.0),
-        ("evaluation", 4.0),
-        ("sample", 2.0),
-        ("whole save", 20.0),
-        ("upload", 30.0),
-    ):
+    budget.paused("evaluation", 10.0)
+    for kind, seconds in {"evaluation": 4.0, "sample": 2.0, "whole save": 20.0, "upload": 30.0}.items():
         budget.paused(kind, seconds)
     assert 1.08 < budget.reserve() / (10 + 2 + 1.5 * 20 + 2.5 * 30) < 1.2
     budget.paused("evaluation", 4.0)
@@ -439,9 +416,7 @@ def test_a_wild_guess_of_an_upload_does_not_eat_the_budget(budget):
 def test_the_last_step_is_never_disturbed():
     """It runs at the floor, whatever the clock says: an event there would be one step too many."""
     s = long_settings(max_hours=0.01)
-    budget = Budget(s, 0.0)
-    for _ in range(20):
-        budget.stepped(1.0)
+    budget = paced(s)
     assert budget.decide(99, 1e6, Horizon(10, 100)) is None
     assert budget.decide(98, 1e6, Horizon(10, 100)).horizon.end_step == 99
     budget = Budget(long_settings(job_hours=0.01), 0.0)

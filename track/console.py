@@ -15,8 +15,8 @@ class Console:
     def __init__(self, log):
         self.log, self.window = log, Counter()  # seconds by part, "total", "tokens", "steps"
 
-    def step(self, done, losses, speed: dict, memory: dict, until: str):
-        """`done`: a metrics.Step; losses: of the last 50 steps; `until` says how far and how long it is to the end."""
+    def step(self, done, losses, speed: dict, memory: dict):
+        """`done`: a metrics.Step; losses: of the last 50 steps."""
         window, self.window = self.window, Counter()
         total = window["total"] or 1e-9
         mean = statistics.fmean(losses) if losses else math.nan
@@ -24,7 +24,6 @@ class Console:
         names = zip(("data", "fwd+bwd", "optimizer", "other"), PARTS, strict=True)
         split = "  ".join(f"{name} {100 * window[part] / total:.0f}" for name, part in names)
         muon_lr, lr, _ = done.rates
-        self.log(until)
         self.log(
             f"  loss {done.loss:.4f}  avg50 {mean:.4f}  ppl {perplexity(done.loss):.1f}"
             f"  mlr {muon_lr:.2e}  alr {lr:.2e}  grad {done.grad_norm:.3f}"

@@ -143,8 +143,8 @@ class Metrics:
         self.totals.time["start-up"] += self.journal.here()
         if self.rows:
             self.rows.begin(step)
-        machine, restarts = self.machine, self.journal.restarts
-        self.row("launch", step, world=machine.world, device=machine.name, restarts=restarts, **facts)
+        facts |= {"world": self.machine.world, "device": self.machine.name, "restarts": self.journal.restarts}
+        self.row("launch", step, **facts)
 
     def state(self) -> dict:
         """JSON for the checkpoint."""
@@ -158,7 +158,6 @@ class Metrics:
         self.totals.load_state(state)
         self.journal.used_before = max(self.journal.used_before, state["used"])
 
-    # --- during the run -------------------------------------------------------------------------------------
     def step(self, done: Step, seconds_left: float | None = None):
         """One optimizer step is done. seconds_left: of a budget."""
         flops = self.flops_per_token(done.ctx)
@@ -181,11 +180,11 @@ class Metrics:
         if done.step % self.settings.log_every == 0 or first or done.step == self.end_step:
             window = self.console.window
             speed = self.machine.speed(window["tokens"], window["total"], flops)
-            left = "" if seconds_left is None else f" | {seconds_left / 3600:.2f}h left"
-            until = (
-                f"step {done.step:06d}/{self.end_step} | ctx {done.ctx} | ETA {duration(self.eta())}{left}"
-            )
-            self.console.step(done, self.totals.losses, speed, memory, until)
+            ahead = f"ETA {duration(self.eta())}"
+            if seconds_left is not None:
+                ahead += f" | {seconds_left / 3600:.2f}h left"
+            self.console.log(f"step {done.step:06d}/{self.end_step} | ctx {done.ctx} | {ahead}")
+            self.console.step(done, self.totals.losses, speed, memory)
 
     def eta(self) -> float:
         """Seconds until end_step at this launch's pace."""
@@ -208,8 +207,9 @@ class Metrics:
     def save(self, step: int, kind: str, receipt: dict):
         """A checkpoint was saved: receipt with bytes, seconds, pause (seconds that training waited)."""
         self.totals.time["save"] += receipt["pause"]
-        facts = {k: v for k, v in receipt.items() if k not in ("step", "kind")}
-        self.row("save", step, checkpoint=kind, **facts)
+        self.row(
+            "save", step, **{k: v for k, v in receipt.items() if k not in ("step", "kind")}, checkpoint=kind
+        )
 
     def sample(self, step: int, text: str):
         self.row("sample", step, text=text)
@@ -222,7 +222,6 @@ class Metrics:
         self.end_step = horizon.get("end_step", self.end_step)
         self.console.log(f"[schedule] {event.reason}")
 
-    # --- at the end -----------------------------------------------------------------------------------------
     def report(self, **facts) -> dict:
         """Write report.json, print its table, draw loss.png. `facts` (run, fp8, plan…) come first or replace ours."""
         ours = figures(self.totals, self.machine, self.journal)
