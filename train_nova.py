@@ -41,19 +41,16 @@ import torch
 import torch.distributed as dist
 
 import data
-import drill
 import model
 import muon
 import plan
 import sample
 import schedule
 from launch import proof
-from store import checkpoint, uploads
+from store import UPLOAD_SECONDS, Store, read_state, upload_patience
 from track import health, metrics
 
-# A finished run waits this long for its last uploads, in seconds; what is not on the Hub by then stays local.
-UPLOAD_SECONDS = 4 * 3600
-STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
+DRILL_STEPS = 4  # before the save of a drill; two more are done twice, before and after the load
 # The settings that make the horizon: changed (with --allow_change, or in a branch), they make a new one. A budget moves
 # it by itself while the run lasts.
 HORIZON = ("total_steps", "target_tokens", "schedule", "decay_frac", "warmup_steps", "max_hours")
@@ -74,8 +71,7 @@ class Run:
     planned: plan.Plan | None = None  # None: a device whose data sheet is not known
     model: torch.nn.Module = None
     optimizers: list = None  # [muon, adamw]
-    checkpoints: checkpoint.Checkpoints = None
-    publisher: object = None  # hub.Publisher of its checkpoints and export, when they are published
+    store: Store = None
     metrics: "metrics.Metrics" = None
     baseline: float | None = None  # nats/token of a bigram table on the held-out rows, for small vocabularies
     budget: schedule.Budget = None  # all ranks keep one; rank 0's decides
@@ -83,12 +79,6 @@ class Run:
     step: int = 0  # finished optimizer steps
     saved_at: float = 0.0  # monotonic seconds of the newest save of this launch
     bad_in_a_row: int = 0  # non-finite steps
-    receipts: list = dataclasses.field(default_factory=list)  # of this launch's finished saves
-    grace: float | None = None  # seconds from a signal to torchrun's kill; None: unlimited, or warned about
-
-    @property
-    def export_folder(self) -> str:
-        return os.path.join(self.settings.out_dir, "export")
 
 
 def train(settings: Settings) -> dict:
@@ -99,39 +89,32 @@ def train(settings: Settings) -> dict:
         settings.out_dir, settings.resume = os.path.join(settings.out_dir, "drill"), "never"
     log = startup.logger(int(os.environ.get("RANK", 0)))
     agree = startup.init(settings, log=log)
-    run = start_up(Run(settings, agree, log, agree.device, grace=startup.grace_seconds()), launched)
+    run = start_up(Run(settings, agree, log, agree.device), launched)
     if complete(run):
-        return published(run)
+        return published(run, UPLOAD_SECONDS)
     with health.explained_memory(run):
         if settings.drill:
-            return drill.drill(run, loop, evaluate, save, resume, export)
+            return drill(run)
         stop = loop(run, settings.stop_at)
     if stop:
         save(run, "latest", wait=True)
-        patience = upload_patience(run, stop, time.monotonic())  # a first signal ends it at once
-        run.checkpoints.close(patience, lambda: run.agree.signals.name not in (None, stop))
+        # a first signal ends the wait at once
+        run.store.close(upload_seconds(run, stop), lambda: run.agree.signals.name not in (None, stop))
         run.metrics.close()
         saved = agree.info["saved"]
-        how = (
-            "saved"
-            if saved == run.step
-            else f"NOT SAVED ({run.checkpoints.failures[-1]}), only step {saved} is"
-        )
+        how = "saved" if saved == run.step else f"NOT SAVED ({run.store.failures[-1]}), only step {saved} is"
         raise startup.Stopped(
             stop, f"stopped by {stop} after step {run.step}, {how}: the same command goes on"
         )
     return finish(run)
 
 
-def upload_patience(run: Run, stop: str | None, now: float) -> float:
-    """Seconds that the end of a run (stop None), or of a launch, waits for uploads; the next launch does the rest."""
-    patience, grace, signalled = run.settings.hub_patience, startup.grace_seconds(), run.agree.signals.when
-    if stop in (None, "job_hours"):  # what is left of a budget was reserved for it
-        left = run.budget.left(now)
-        return UPLOAD_SECONDS if left is None else min(UPLOAD_SECONDS, max(patience, left))
-    if grace is not None and signalled:  # torchrun kills then: the status must be written by that time
-        return max(0.0, min(patience, signalled + grace - STATUS_SECONDS - now))
-    return patience
+def upload_seconds(run: Run, stop: str | None) -> float:
+    """How long the end of a run (stop None), or of a launch, may wait for uploads."""
+    now, grace, signalled = time.monotonic(), startup.grace_seconds(), run.agree.signals.when
+    until_kill = signalled + grace - now if grace is not None and signalled else None
+    ended = stop in (None, "job_hours")
+    return upload_patience(ended, run.settings.hub_patience, run.budget.left(now), until_kill)
 
 
 def check_needs(s: Settings):
@@ -144,8 +127,8 @@ def check_needs(s: Settings):
     if s.data is None:
         how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO (config/quickstart.py needs none)'
         lacks.append(s.error("data", f"no data named: {how}"))
-    if s.drill and s.steps < drill.STEPS + 2:
-        lacks.append(s.error("total_steps", f"a drill takes {drill.STEPS + 2} steps"))
+    if s.drill and s.steps < DRILL_STEPS + 2:
+        lacks.append(s.error("total_steps", f"a drill takes {DRILL_STEPS + 2} steps"))
     if lacks:
         raise SettingsError("\n".join(map(str, lacks)))
 
@@ -180,7 +163,7 @@ def start_up(run: Run, launched: float) -> Run:
         proof.check_equal(agree, "the vocabulary", s.digest())
         run.metrics = metrics.Metrics(
             s, s.out_dir, agree.world, run.device, lambda ctx: model.flops_per_token(s, ctx), log,
-            main=agree.rank == 0, launched=launched, run_id=run.checkpoints.run_id,
+            main=agree.rank == 0, launched=launched, run_id=run.store.run_id,
         )  # fmt: skip
         if run.stream.vocab_size <= 4096:
             run.baseline = data.bigram_baseline(run.stream, 1e6, s.final_eval_rows)
@@ -189,7 +172,7 @@ def start_up(run: Run, launched: float) -> Run:
         for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
             log(line)
         files = planned.files if planned else {"checkpoint": 0, "weights": 0}
-        room = run.checkpoints.room(files["checkpoint"]) + int(files["weights"])
+        room = run.store.room(files["checkpoint"]) + int(files["weights"])
         proof.check_storage(agree, s.out_dir, room, log)
     with agree.stage("model"), health.explained_memory(run):
         run.model = model.build_model(s, mesh, run.device, log)
@@ -203,31 +186,41 @@ def start_up(run: Run, launched: float) -> Run:
         run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
     with agree.stage("resume"):
         resume(run, saved, path)
-        assumed = (planned.assumed if planned else {}) | drill.drilled(s.out_dir)
+        assumed = (planned.assumed if planned else {}) | drilled(s.out_dir)
         run.budget = schedule.Budget(s, launched, run.metrics.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
-        run.checkpoints.beside = [run.metrics.path]  # the curve goes on where only the checkpoints do
         run.metrics.launch(run.step, settings_digest=s.digest())
         run.saved_at = time.monotonic()
     agree.note(step=run.step, saved=run.step if saved else None)
     return run
 
 
+def drilled(out_dir: str) -> dict:
+    """What --drill measured on this machine, in seconds, for the budget: better than the plan's assumptions."""
+    try:
+        with open(os.path.join(out_dir, "drill", "status.json"), encoding="utf-8") as f:
+            seconds = json.load(f)["drill"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    names = {"whole save": "save", "evaluation": "evaluation", "upload": "upload of a checkpoint"}
+    return {kind: seconds[part] for kind, part in names.items() if part in seconds}
+
+
 def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
     """Take the run's folder; the saved state to go on from and its folder, or (None, None) for a fresh start."""
     s = run.settings
-    folder = os.path.join(s.out_dir, "checkpoints")
-    if s.hf_model_repo and s.publish:
-        import hub
-
-        run.publisher = hub.Publisher(s.hf_model_repo, run.log, s.hub_patience)
-        run.agree.on_rank_0(lambda: uploads.check_write(run.publisher, folder, s.resume, run.log), "Hub")
-    checkpoint.check_shared_folder(s.out_dir, run.agree)
-    run.checkpoints = checkpoint.Checkpoints(
-        folder, None, run.agree, s.ckpt_keep, run.log, None if s.drill else run.publisher, s.resume
+    run.store, path = Store.open(
+        s.out_dir,
+        run.agree,
+        run.log,
+        s.ckpt_keep,
+        s.resume,
+        publisher(run),
+        startup.grace_seconds(),
+        not s.drill,
     )
-    path, allowed = run.checkpoints.newest(), s
+    allowed = s
     if path is None and s.schedule_from:  # a branch: another run's state, under this run's schedule
         path = s.schedule_from
         if not os.path.exists(os.path.join(path, "state.json")):
@@ -236,11 +229,21 @@ def open_checkpoints(run: Run) -> tuple[dict | None, str | None]:
     if path is None:
         run.log(f"[resume] a fresh start in {s.out_dir}")
         return None, None
-    saved = checkpoint.read_state(path)
+    saved = read_state(path)
     for line in refuse_changes(saved["settings"], allowed):
         run.log(f"[resume] changed setting {line}")
     run.changed = {kind for _, _, _, kind in changes(saved["settings"], s)}
     return saved, path
+
+
+def publisher(run: Run):
+    """The model repo that checkpoints and export go to, or None."""
+    s = run.settings
+    if not (s.hf_model_repo and s.publish):
+        return None
+    import hub
+
+    return hub.Publisher(s.hf_model_repo, run.log, s.hub_patience)
 
 
 def keep_choices(s: Settings, chosen: dict):
@@ -264,7 +267,7 @@ def resume(run: Run, saved: dict | None, path: str | None):
         run.horizon = schedule.first_horizon(run.settings)
         return
     shared, own = tensors(run)
-    _, own_loaded = run.checkpoints.load(path, shared, own)
+    _, own_loaded = run.store.load(path, shared, own)
     restore_optimizers(run, shared, own if own_loaded else None)
     run.step = saved["step"]
     branch = path == run.settings.schedule_from
@@ -311,16 +314,18 @@ def complete(run: Run) -> bool:
             f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise {longer}; "
             "for another run choose another out_dir"
         )
-        complete_export(run)
     return done
 
 
-def published(run: Run, seconds: float = UPLOAD_SECONDS) -> dict:
-    """Wait so long for the uploads, of an earlier launch too. -> facts for status.json"""
-    run.checkpoints.publish(run.export_folder, "")
-    left = run.checkpoints.close(seconds, lambda: run.agree.signals.name is not None)
+def published(run: Run, seconds: float) -> dict:
+    """Complete the export and wait for the uploads, of an earlier launch too. -> facts for status.json"""
+    files = {"report.json": os.path.join(run.settings.out_dir, "report.json")}
+    if run.stream.tokenizer.path:
+        files["tokenizer.json"] = run.stream.tokenizer.path
+    run.store.publish(files)
+    left = run.store.close(seconds, lambda: run.agree.signals.name is not None)
     run.metrics.close()
-    return {"step": run.step, "export": run.export_folder, "unpublished": left}
+    return {"step": run.step, "export": run.store.export_folder, "unpublished": left}
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------
@@ -524,32 +529,17 @@ def save(run: Run, kind: str, wait: bool = False):
         "code": proof.code_digest(),
         "config": export_config(run),
     }
-    run.checkpoints.save(run.step, kind, *tensors(run), state, wait)
+    beside = (run.metrics.path,)  # the curve goes on where only the checkpoints do
+    run.store.save(run.step, kind, *tensors(run), state, beside, wait)
     run.saved_at = time.monotonic()
     collect_saves(run)
 
 
 def collect_saves(run: Run):
     """Note saves that have finished."""
-    for receipt in run.checkpoints.poll():
-        run.receipts.append(receipt)
+    for receipt in run.store.poll(run.step, run.budget.slow_step):
         run.metrics.save(receipt["step"], receipt["kind"], receipt)
         run.budget.saved(receipt)
-        run.log(
-            f"saved {receipt['name']}: {receipt['bytes'] / 1e6:.1f} MB in {receipt['seconds']:.2f} s, "
-            f"training waited {receipt['pause'] * 1e3:.0f} ms"
-        )
-        run.agree.note(step=run.step, saved=receipt["step"], failed_saves=len(run.checkpoints.failures))
-        need = run.budget.slow_step() + receipt["pause"] + receipt["seconds"]
-        if run.grace is not None and need > run.grace:
-            run.log(
-                f"WARNING: a step and a save take {need:.2g} s, and torchrun kills {run.grace:g} s after a signal: a stop "
-                f"may lose the work since the last save. Start it with --shutdown-timeout={math.ceil(need / 30) * 60}"
-            )
-            run.grace = None
-    failed = len(run.checkpoints.failures)
-    if failed != run.agree.info.get("failed_saves", 0):  # known at once, not when one succeeds again
-        run.agree.note(step=run.step, failed_saves=failed)
 
 
 def finish(run: Run) -> dict:
@@ -558,46 +548,97 @@ def finish(run: Run) -> dict:
     evaluate(run, s.final_eval_rows, final=True)
     print_sample(run)
     # else a finished run whose folder was lost: its state is this one
-    if f"{run.step:08d}-final-" not in (run.checkpoints.parent or ""):
+    if f"{run.step:08d}-final-" not in (run.store.parent or ""):
         save(run, "final", wait=True)
     export(run)
     report = run.metrics.report(
         status="done", model="Nova", attention=s.attention, parameters=model.count_params(s)["total"],
         bigram_baseline=run.baseline, fp8=run.chosen["fp8"], compile=run.chosen["compile"],
-        optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.checkpoints.failures),
-        checkpoint_gb=run.receipts[-1]["bytes"] / 1e9 if run.receipts else None,
+        optimizer=f"Muon+AdamW({s.adamw})", rows_wasted_tokens=run.stream.wasted(), failed_saves=len(run.store.failures),
+        checkpoint_gb=run.store.receipts[-1]["bytes"] / 1e9 if run.store.receipts else None,
     )  # fmt: skip
     for line in run.planned.against(report) if run.planned else []:
         run.log(line)
-    pause = max((r["pause"] for r in run.receipts), default=0.0)
+    pause = max((r["pause"] for r in run.store.receipts), default=0.0)
     minutes = schedule.save_minutes_suggested(pause)
     run.log(
         f"a save held training up for {pause:.2f} s: save_minutes={minutes:.2g} loses least at a failure a day"
     )
-    complete_export(run)
-    run.log(f"the weights are in {run.export_folder}; talk to them: python sample.py {s.out_dir}")
-    return published(run, upload_patience(run, None, time.monotonic())) | {"val_loss": report["val_loss"]}
-
-
-def complete_export(run: Run):
-    """What an export holds besides weights and config: again at each launch, since a kill may have come between."""
-    if run.agree.rank == 0 and os.path.isdir(run.export_folder):  # nobody moved it away
-        shutil.copy(os.path.join(run.settings.out_dir, "report.json"), run.export_folder)
-        if run.stream.tokenizer.path:
-            shutil.copy(run.stream.tokenizer.path, os.path.join(run.export_folder, "tokenizer.json"))
+    run.log(f"the weights are in {run.store.export_folder}; talk to them: python sample.py {s.out_dir}")
+    return published(run, upload_seconds(run, None)) | {"val_loss": report["val_loss"]}
 
 
 def export(run: Run):
     """Write the weights as they are now."""
     run.agree.tick("export", run.settings.init_timeout)
     parameters = {name: p.detach() for name, p in run.model.named_parameters()}
-    checkpoint.export(run.export_folder, parameters, export_config(run), run.agree)
+    run.store.export(parameters, export_config(run))
 
 
 def export_config(run: Run) -> dict:
     """config.json of an export: everything that sample.py needs, as data; it is never executed."""
     settings = run.asked | {"vocab_size": run.settings.vocab_size}
     return {"format": "nova-1", "step": run.step, "settings": settings, "tokenizer": run.stream.metadata}
+
+
+# --- the drill -----------------------------------------------------------------------------------------------------
+
+
+def drill(run: Run) -> dict:
+    """`--drill`: the run's whole cycle once, with its settings, in a folder of its own, each part timed; nothing stays on
+    the Hub, and of a drill that passed neither checkpoints nor export on the disk. A later run in the folder above takes
+    the times for its budget (`drilled`).
+
+    Raises StartupError unless the two losses after the reload are those before it, and HubError where the Hub takes no
+    file. -> facts for status.json: {"step", "drill": {part: seconds}}"""
+    s, store, seconds, clock = run.settings, run.store, {"start-up": run.metrics.used()}, time.monotonic()
+
+    def took(part: str):
+        nonlocal clock
+        seconds[part], clock = time.monotonic() - clock, time.monotonic()
+
+    def losses_to(step: int) -> list[float]:
+        if (stop := loop(run, step)) not in (None, "stop_at"):
+            raise startup.Stopped(stop, f"stopped by {stop} in a drill: nothing to resume, give it again")
+        return list(run.metrics.losses)[-2:]
+
+    losses_to(DRILL_STEPS)
+    took(f"{DRILL_STEPS} steps")
+    evaluate(run, s.eval_rows)
+    took("evaluation")
+    save(run, "latest", wait=True)
+    if store.failures:
+        raise startup.StartupError(f"drill: the save failed: {store.failures[-1]}")
+    took("save")
+    before = losses_to(DRILL_STEPS + 2)
+    took("2 steps")
+    path = os.path.join(store.folder.path, store.parent.split("/")[-1])
+    saved = read_state(path)
+    run.stream.load_state(saved["data"])
+    resume(run, saved, path)
+    took("load in place")
+    after = losses_to(DRILL_STEPS + 2)
+    took("2 steps after it")
+    exact = run.device.type == "cpu" or s.deterministic
+    same = before == after if exact else all(abs(a - b) < 1e-2 for a, b in zip(before, after, strict=True))
+    if not same:
+        raise startup.StartupError(f"drill: losses after the reload {after} are not those before it {before}")
+    export(run)
+    took("export")
+    store.close()
+    if model_repo := publisher(run):  # no checkpoint of a drill is published: 16 MB tell the rate
+        rate = run.agree.on_rank_0(lambda: model_repo.trial(f"drill-{os.getpid()}"), "Hub")
+        run.log(f"drill: the Hub took {rate / 1e6:.1f} MB/s")
+        seconds["upload of a checkpoint"] = store.receipts[-1]["bytes"] / rate
+    for part, value in seconds.items():
+        run.log(f"drill: {part:24} {value:8.2f} s")
+    if run.agree.rank == 0:  # the disk is the real run's; status.json and the metrics stay
+        for folder in (store.folder.path, store.export_folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    run.log(f"drill: deleted its checkpoints and export in {s.out_dir}")
+    how = "to the bit" if exact else "to rounding"
+    run.log(f"drill passed: the two losses after a reload are those before it, {how}: {before}")
+    return {"step": run.step, "drill": {k: round(v, 3) for k, v in seconds.items()}}
 
 
 if __name__ == "__main__":
