@@ -27,6 +27,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 import model
 from kernels import BLOCK, GPUS, Gpu, host_memory
 from settings import SettingsError, load_settings
@@ -409,6 +411,13 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     )  # fmt: skip
     judge(result, s, fits, sizes, assumed_vocabulary)
     return result
+
+
+def of_device(settings, gpus: int, device) -> Plan | None:
+    """The plan on devices like this one (torch.device); None where its data sheet is not known."""
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).lower()
+    known = [gpu for gpu in GPUS if gpu in name]
+    return plan(settings, gpus, known[0]) if known else None
 
 
 def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):

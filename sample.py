@@ -78,14 +78,14 @@ def load(path: str):
     import data
     from model import Nova
     from settings import FIELDS, Settings
-    from store import checkpoint
+    from store import read_export, read_model
 
     for folder in (path, os.path.join(path, "export")):
         if os.path.exists(os.path.join(folder, "config.json")):
-            config, tensors = checkpoint.read_export(folder)
+            config, tensors = read_export(folder)
             break
     else:
-        config, tensors = checkpoint.read_model(path)
+        config, tensors = read_model(path)
     settings = Settings(**{k: v for k, v in config["settings"].items() if k in FIELDS})
     settings.use_fp8, settings.use_compile = "off", False  # fp32, which every machine has
     model = Nova(settings)

@@ -288,14 +288,14 @@ def resident() -> int:
 def case_checkpoint(report: Report, options):
     """How long a save keeps training waiting, and how fast it writes, against torch.save of the same tensors."""
     import muon
-    from store import checkpoint
+    from store import Store
 
     trainer = NovaTrainer(nova_settings(SIZES["tiny" if options.tiny else "12M"]))
     state, _ = muon.optimizer_state(trainer.model, trainer.optimizers)
     shared = {**{f"model.{n}": p.detach() for n, p in trainer.model.named_parameters()}, **state}
     size = sum(t.numel() * t.element_size() for t in shared.values())
     folder = tempfile.mkdtemp(prefix="bench-checkpoint-")
-    saves = checkpoint.Checkpoints(os.path.join(folder, "nova"), "bench", Alone(), keep=1, log=quiet)
+    saves = Store(os.path.join(folder, "nova"), Alone(), keep=1, log=quiet)
     pauses, walls, step = [], [], 0
 
     def ours():
@@ -304,7 +304,7 @@ def case_checkpoint(report: Report, options):
         begin = time.perf_counter()
         saves.save(step, "latest", shared, {}, {"step": step})
         pauses.append(time.perf_counter() - begin)
-        saves.wait_local()
+        saves.wait()
         walls.append(time.perf_counter() - begin)
 
     def plain():
@@ -326,7 +326,7 @@ def case_checkpoint(report: Report, options):
 
 # --- startup ------------------------------------------------------------------------------------------------
 
-IMPORTS = "numpy torch torchao.float8 bitsandbytes huggingface_hub model muon data checkpoint".split()
+IMPORTS = "numpy torch torchao.float8 bitsandbytes huggingface_hub model muon data store".split()
 
 
 def until(pattern: str, command: list[str], deadline: float = 300) -> float:

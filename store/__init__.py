@@ -1,11 +1,24 @@
 """What outlives a process: checkpoints, exports, and their way to the Hub.
 
-    checkpoint.py   saves, finds and loads the checkpoints of a run
-    sealed.py       the format on the disk: safetensors, JSON, a manifest with every hash
-    uploads.py      the queue to the Hub, behind the run
+    store.py     Store: open, load, save, poll, export, publish, close
+    sealed.py    the format on the disk: safetensors, JSON, a manifest with every hash
+    folder.py    a run's folder: its lock, whose it is, what stays in it
+    saver.py     one save in flight
+    finder.py    the newest checkpoint that is whole, and loading it
+    export.py    weights alone
+    uploads.py   the queue to the Hub, behind the run
 
 The invariant: a folder is a checkpoint only when every byte of it is proven, and nothing is deleted before something that
 does its service is; there is no pickle anywhere.
 """
 
-__all__ = ["checkpoint", "uploads"]
+from .export import read_export, read_model
+from .folder import check_shared_folder
+from .sealed import CheckpointError, read_state, verify
+from .store import Store
+from .uploads import UPLOAD_SECONDS, upload_patience
+
+__all__ = [
+    "UPLOAD_SECONDS", "CheckpointError", "Store", "check_shared_folder", "read_export", "read_model", "read_state",
+    "upload_patience", "verify",
+]  # fmt: skip

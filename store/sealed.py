@@ -12,14 +12,9 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
-import time
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +28,6 @@ DTYPES = {  # safetensors' names
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WRITE_BYTES = 2**24
-EXPORT_FILE_BYTES = 5 * 10**9  # an export larger than this is split, as Hub repos usually are
 
 
 class CheckpointError(RuntimeError):
@@ -220,32 +214,6 @@ def saved_tensors(folder: str) -> dict[str, tuple[str, tuple, list[Chunk]]]:
     return found
 
 
-def check_shared_folder(folder: str, agree, patience: float = 10.0):
-    """Raise CheckpointError unless every rank sees what rank 0 writes: a checkpoint's files come from all of them."""
-    problem, token, marker = None, secrets.token_hex(8), os.path.join(folder, ".shared-folder")
-    if agree.rank == 0:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            write_text(marker, token)
-        except OSError as e:
-            problem = CheckpointError(f"out_dir {folder} can't be written: {e}; set --out_dir=FOLDER")
-    agree.verdict(problem, "shared folder")
-    token, seen, end = agree.broadcast(token), None, time.monotonic() + patience
-    while seen != token and time.monotonic() < end:  # a network file system may show a new file late
-        try:
-            with open(marker, encoding="utf-8") as f:
-                seen = f.read()
-        except OSError:
-            time.sleep(0.2)
-    if seen != token:
-        problem = CheckpointError(
-            f"rank {agree.rank} does not see rank 0's files in {folder}: several nodes need one shared file system"
-        )
-    agree.verdict(problem, "shared folder")
-    if agree.rank == 0:
-        os.unlink(marker)
-
-
 def layout_of(shared: dict) -> str:
     """A digest of how tensors are spread over ranks: only the same layout can take `own` tensors back."""
     rows = [
@@ -270,124 +238,3 @@ def compare(saved: dict, shared: dict, path: str):
         covered = sum(torch.Size(c.shape).numel() for c in chunks)
         if covered != have.numel():
             raise CheckpointError(f"{path}: {key} is saved in part: {covered} of {have.numel()} values")
-
-
-# --- weights without a process group -------------------------------------------------------------------------------
-
-
-def newest_below(path: str) -> str:
-    """The intact checkpoint folder that `path` means: itself, or the newest one of a run folder."""
-    if os.path.exists(os.path.join(path, "manifest.json")):
-        verify(path)
-        return path
-    folders = [f for f in (os.path.join(path, "checkpoints"), path) if os.path.isdir(f)]
-    names = [
-        (int(m[3]), os.path.join(f, n)) for f in folders for n in os.listdir(f) if (m := NAME.fullmatch(n))
-    ]
-    for _, candidate in sorted(names, reverse=True):
-        try:
-            verify(candidate)
-            return candidate
-        except (CheckpointError, OSError) as e:
-            print(f"skipping a damaged checkpoint: {e}")
-    raise CheckpointError(f"{path} holds no usable checkpoint")
-
-
-def read_model(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    """(the `config` of a checkpoint's state, {parameter name: whole tensor}), from a checkpoint or a run folder."""
-    path = newest_below(path)
-    config = read_state(path)["config"]
-    tensors, chunks = {}, {}
-    for key, (dtype, shape, pieces) in saved_tensors(os.path.join(path, "tensors")).items():
-        if key.startswith("model."):
-            tensors[key] = torch.empty(shape, dtype=DTYPES[dtype])
-            for piece in pieces:
-                chunks.setdefault(piece.file, []).append((key, piece))
-    for file, pieces in chunks.items():
-        with safe_open(file, framework="pt") as f:
-            for key, piece in pieces:
-                at = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.shape, strict=True))
-                tensors[key][at] = f.get_tensor(key)
-    return config, {k.removeprefix("model."): t for k, t in tensors.items()}
-
-
-def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = EXPORT_FILE_BYTES):
-    """Write model.safetensors (or several and an index) and config.json, whole tensors in the order of their names:
-    the same bytes from any number of ranks. Called by all ranks; an earlier export is replaced when this is complete."""
-    problem, files, temporary = None, [[]], folder.rstrip("/") + ".tmp"
-    size = 0
-    for name in sorted(tensors):
-        tensor_bytes = tensors[name].numel() * tensors[name].element_size()
-        if files[-1] and size + tensor_bytes > file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += tensor_bytes
-    titles = ["model.safetensors"]
-    if len(files) > 1:
-        titles = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    try:
-        text = to_json(config, "config")
-        if agree.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            os.makedirs(temporary)
-    except (OSError, CheckpointError) as e:
-        problem = e
-    agree.verdict(problem, "export")
-    entries = {}  # of the manifest: the hashes of what was written, since reading 30 GB again would keep all ranks waiting
-    for title, names in zip(titles, files, strict=True):
-        whole = {}
-        for name in names:
-            value = tensors[name].detach()
-            if isinstance(value, DTensor):  # all ranks, tensor by tensor, on the mesh's device (cpu_offload!)
-                value = value.to(value.device_mesh.device_type).full_tensor()
-            if agree.rank == 0:
-                whole[name] = value.to("cpu").contiguous()
-        try:
-            if agree.rank == 0:
-                entries[title] = write_tensors(os.path.join(temporary, title), whole, {"format": "pt"})
-        except Exception as e:
-            problem = CheckpointError(f"export to {folder}: {e}")
-        agree.verdict(problem, "export")
-    try:
-        if agree.rank == 0:
-            _finish_export(folder, temporary, text, dict(zip(titles, files, strict=True)), entries)
-    except OSError as e:
-        problem = CheckpointError(f"export to {folder}: {e}")
-    agree.verdict(problem, "export")
-
-
-def _finish_export(
-    folder: str, temporary: str, text: str, files: dict[str, list[str]], entries: dict[str, dict]
-):
-    """Rank 0: configuration, index, manifest, and the exchange of folders."""
-    write_text(os.path.join(temporary, "config.json"), text)
-    if len(files) > 1:
-        total = sum(os.path.getsize(os.path.join(temporary, f)) for f in files)
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {n: f for f, names in files.items() for n in names},
-        }
-        write_text(os.path.join(temporary, "model.safetensors.index.json"), to_json(index, "index"))
-    for name in set(files_below(temporary)) - set(entries):
-        entries |= describe(temporary, name)
-    manifest = {"format": FORMAT, "kind": "export", "files": dict(sorted(entries.items()))}
-    write_text(os.path.join(temporary, "manifest.json"), seal(manifest))
-    if os.path.exists(folder):
-        shutil.rmtree(folder + ".old", ignore_errors=True)
-        os.rename(folder, folder + ".old")
-    os.rename(temporary, folder)
-    sync(os.path.dirname(os.path.abspath(folder)))
-    shutil.rmtree(folder + ".old", ignore_errors=True)
-
-
-def read_export(folder: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    """(config, {parameter name: tensor}) of an export, after verifying it."""
-    manifest = verify(folder, others=True)
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-        config = json.load(f)
-    tensors = {}
-    for name in sorted(manifest["files"]):
-        if name.endswith(".safetensors"):
-            tensors |= load_file(os.path.join(folder, name))
-    return config, tensors

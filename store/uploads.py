@@ -1,7 +1,7 @@
 """Checkpoints go to the Hub behind the run: a queue and a thread on rank 0, which training never waits for.
 
 And at a start the other way: which run is there, what of it is newer than what is here, the download. The client and
-its retries are in hub.py; the publisher is handed in.
+its retries are in hub/; the publisher is handed in.
 """
 
 import json
@@ -11,31 +11,24 @@ import shutil
 import threading
 import time
 
+from .folder import ROTATED, SLACK, by_serial
 from .sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
 
-ROTATED = ("latest", "best", "milestone")  # kinds of which the newest few are kept; `final` is never deleted
 PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
-SLACK = 2  # local checkpoints of a kind kept beyond `keep` while the Hub has none of them yet
+UPLOAD_SECONDS = (
+    4 * 3600
+)  # a finished run waits this long for its last uploads; what is not there by then stays local
+STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
 
 
-def by_serial(names) -> list[str]:
-    """The names of checkpoints among `names`, oldest save first."""
-    return sorted((n for n in names if NAME.fullmatch(n)), key=serial_of)
-
-
-def step_of(name: str) -> int:
-    return int(NAME.search(name)[1])
-
-
-def serial_of(name: str) -> int:
-    """The number of the save in its run."""
-    return int(NAME.search(name)[3])
-
-
-def published(publisher, run_id: str) -> list[str]:
-    """Names of the run's checkpoints on the Hub that have a manifest, oldest first."""
-    found = publisher.list(run_id)
-    return by_serial(path.split("/")[1] for path in found if path.endswith("/manifest.json"))
+def upload_patience(ended: bool, patience: float, left: float | None, until_kill: float | None) -> float:
+    """Seconds that the end of a run or of its time (ended), or of a launch, waits for uploads; the next launch does the
+    rest. left: seconds of the budget, which were reserved for it; until_kill: seconds until torchrun kills."""
+    if ended:
+        return UPLOAD_SECONDS if left is None else min(UPLOAD_SECONDS, max(patience, left))
+    if until_kill is None:
+        return patience
+    return max(0.0, min(patience, until_kill - STATUS_SECONDS))  # the status must be written by that time
 
 
 def patiently(function, agree, stop=lambda: False, stopped=None):
@@ -90,23 +83,6 @@ def owner_on_hub(publisher, stem: str, log) -> str | None:
     return mine[-1] if mine else None
 
 
-def fetch(publisher, run_id: str, name: str, path: str) -> str:
-    """Download a checkpoint of the run to `path`, where it appears once it is proven; CheckpointError where it is damaged."""
-    temporary = os.path.join(os.path.dirname(path), f".tmp-{run_id}+{name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        publisher.download(f"{run_id}/{name}", temporary)
-        manifest = verify(temporary)
-        if (manifest["run_id"], manifest["name"]) != (run_id, name):
-            raise CheckpointError(f"{name} on the Hub is {manifest['name']} of run {manifest['run_id']}")
-    except CheckpointError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    os.rename(temporary, path)
-    sync(os.path.dirname(path))
-    return path
-
-
 def check_write(publisher, folder: str, resume: str, log):
     """Prove that the run may publish. A Hub that can't be reached stops no run that has checkpoints here: uploads wait."""
     try:
@@ -116,6 +92,86 @@ def check_write(publisher, folder: str, resume: str, log):
         if resume == "never" or not here or getattr(e, "final", True):
             raise
         log(f"{e}. Going on all the same; uploads are tried again as the run goes")
+
+
+class OnHub:
+    """What the Hub holds of a run. Receipts are kept in published.json, so that a restart knows what is where."""
+
+    def __init__(self, folder, publisher):
+        self.folder, self.publisher, self.log = folder, publisher, folder.log
+        self.record = os.path.join(folder.path, "published.json")
+        try:
+            with open(self.record, encoding="utf-8") as f:
+                self.receipts = json.load(f)  # {prefix in the repo: receipt}
+        except (OSError, ValueError):
+            self.receipts = {}  # at worst something is uploaded twice
+        self.known = None  # names of checkpoints that this process has seen there, or sent
+
+    def prefix(self, name: str) -> str:
+        return f"{self.folder.run_id}/{name}"
+
+    def has(self, name: str) -> bool:
+        """Whether this machine has sent the checkpoint."""
+        return self.prefix(name) in self.receipts
+
+    def names(self) -> list[str]:
+        """The run's checkpoints on the Hub that have a manifest, oldest first."""
+        found = self.publisher.list(self.folder.run_id)
+        return by_serial(path.split("/")[1] for path in found if path.endswith("/manifest.json"))
+
+    def fetch(self, name: str):
+        """Download a checkpoint into the folder, where it appears once it is proven; CheckpointError where it is damaged."""
+        run, temporary = (
+            self.folder.run_id,
+            os.path.join(self.folder.path, f".tmp-{self.folder.run_id}+{name}"),
+        )
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            self.publisher.download(self.prefix(name), temporary)
+            manifest = verify(temporary)
+            if (manifest["run_id"], manifest["name"]) != (run, name):
+                raise CheckpointError(f"{name} on the Hub is {manifest['name']} of run {manifest['run_id']}")
+        except CheckpointError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        os.rename(temporary, os.path.join(self.folder.path, name))
+        sync(self.folder.path)
+
+    def send(self, prefix: str, folder: str, kind: str):
+        """Upload a sealed folder, see that the Hub has what its manifest says, note the receipt, then rotate there."""
+        mine = set(self.names())
+        if self.known is not None and mine - self.known:
+            text = f"another process publishes run {self.folder.run_id} too (it wrote {sorted(mine - self.known)})"
+            raise CheckpointError(f"{text}: stop one")
+        self.known = mine | {prefix.rpartition("/")[2]}  # a failed attempt may have got there all the same
+        manifest = read_manifest(folder)
+        receipt = self.publisher.upload(folder, prefix)
+        there = self.publisher.list(prefix)
+        for name, entry in manifest["files"].items():
+            size, digest = there.get(f"{prefix}/{name}" if prefix else name, (None, None))
+            # small files have git's id instead of a sha256
+            known = isinstance(digest, str) and len(digest) == 64
+            if size != entry["size"] or (known and digest != entry["sha256"]):
+                raise CheckpointError(
+                    f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
+                )
+        if kind in ROTATED:
+            self._rotate(kind)
+        self.receipts[prefix] = receipt
+        try:
+            write_text(self.record, to_json(self.receipts, "published.json"))
+        except (OSError, CheckpointError) as e:
+            self.log(f"{self.record}: {e}")
+
+    def _rotate(self, kind: str):
+        for stale in [n for n in self.names() if NAME.fullmatch(n)[2] == kind][: -self.folder.keep]:
+            try:
+                self.publisher.delete(self.prefix(stale))
+            except OSError as e:
+                self.log(f"{stale} could not be deleted on the Hub: {e}")
+
+
+KEPT = ("milestone", "final")  # kinds of which each one goes to the Hub
 
 
 def shown(prefix: str) -> str:
@@ -129,62 +185,53 @@ class Uploads:
     Retries within an upload are the publisher's; what still fails stays in the queue and is tried again later. A
     newer `latest`, `best` or export takes the place of an older one that waits; milestones and `final` wait for good.
     Old checkpoints on the Hub go only after a newer one of their kind is there, with the sizes and hashes of its
-    manifest. Receipts are kept in published.json, so that a restart knows what is where."""
+    manifest."""
 
     RETRY = 60.0, 900.0  # seconds until a failed upload is tried again: first, and at most
 
-    def __init__(self, folder: str, run_id: str, publisher, keep: int, log):
-        self.folder, self.run_id, self.publisher, self.keep, self.log = folder, run_id, publisher, keep, log
-        self.record = os.path.join(folder, "published.json")
-        try:
-            with open(self.record, encoding="utf-8") as f:
-                self.receipts = json.load(f)
-        except (OSError, ValueError):
-            self.receipts = {}  # at worst something is uploaded twice
-        # {remote prefix: (folder, kind)}, first come first served
+    def __init__(self, hub: OnHub):
+        self.hub, self.log = hub, hub.log
+        # {prefix in the repo: (folder, kind)}, first come first served
         self.pending: dict[str, tuple[str, str]] = {}
-        self.active, self.known, self.failures, self.deadline = None, None, 0, None
+        self.active, self.failures, self.deadline = None, 0, None
         self.refused: set[str] = set()  # prefixes whose last attempt met a "no" that waiting does not change
         self.seconds: float | None = None  # that the latest checkpoint took to get there
         self.changed, self.thread = threading.Condition(), None
 
     def take_up(self, names: list[str]):
         """Queue what an earlier launch did not get done."""
+        mine = self.hub.folder.mine()
         for name in names:
-            if f"{self.run_id}/{name}" not in self.receipts:
-                try:
-                    if read_manifest(os.path.join(self.folder, name))["run_id"] == self.run_id:
-                        self.put(name, NAME.fullmatch(name)[2])
-                except (CheckpointError, OSError):
-                    continue
+            if name in mine and not self.hub.has(name):
+                self.put(name, mine[name]["kind"])
 
-    def put(self, name: str, kind: str, folder: str | None = None, prefix: str | None = None):
-        """Queue a checkpoint of this run (or another sealed folder, under a prefix of its own)."""
-        prefix = f"{self.run_id}/{name}" if prefix is None else prefix
+    def put(self, name: str, kind: str):
+        """Queue a checkpoint of this run."""
+        self.put_folder(self.hub.prefix(name), os.path.join(self.hub.folder.path, name), kind)
+
+    def put_folder(self, prefix: str, folder: str, kind: str):
+        """Queue a sealed folder, to lie below `prefix` ("" is the repo's root)."""
         with self.changed:
-            if kind not in ("milestone", "final"):
+            if kind not in KEPT:
                 self.pending = {p: v for p, v in self.pending.items() if v[1] != kind or p == self.active}
             self.pending.pop(prefix, None)
-            self.pending[prefix] = folder or os.path.join(self.folder, name), kind
+            self.pending[prefix] = folder, kind
             if self.thread is None:
                 self.thread = threading.Thread(target=self._work, name="uploads", daemon=True)
                 self.thread.start()
             self.changed.notify_all()
 
-    def may_delete(self, name: str, onwards: list[str], keep: int) -> bool:
+    def may_delete(self, name: str, onwards: list[str]) -> bool:
         """Whether rotation may delete a local checkpoint. `onwards`: it and all younger ones of its kind."""
-        prefixes = [f"{self.run_id}/{n}" for n in onwards]
         with self.changed:
-            if self.active == prefixes[0]:
+            if self.active == self.hub.prefix(name):
                 return False
-        if any(p in self.receipts for p in prefixes):
+        if any(map(self.hub.has, onwards)):
             return True  # it, or a younger one that does its service, is safely on the Hub
-        if len(onwards) > keep + SLACK:
-            self.log(
-                f"deleting {name} although the Hub has no copy: {keep + SLACK} younger ones wait to go there"
-            )
-            return True
-        return False
+        enough = self.hub.folder.keep + SLACK
+        if len(onwards) > enough:
+            self.log(f"deleting {name} although the Hub has no copy: {enough} younger ones wait to go there")
+        return len(onwards) > enough
 
     def _work(self):
         pause = self.RETRY[0]
@@ -196,77 +243,46 @@ class Uploads:
                     return
                 prefix, (folder, kind) = next(iter(self.pending.items()))
                 self.active = prefix
+            began = time.monotonic()
             try:
-                receipt = self._upload(prefix, folder, kind)
+                self.hub.send(prefix, folder, kind)
             except Exception as e:
                 with self.changed:
-                    self.active = None
-                    if not os.path.isdir(folder):  # rotated away meanwhile
-                        self.pending.pop(prefix, None)
-                        continue
-                    self.failures += 1
-                    self.log(
-                        f"UPLOAD FAILED, number {self.failures}: {shown(prefix)}: {type(e).__name__}: {e}"
-                    )
-                    self.pending.pop(prefix, None)
-                    # Behind the others; not at all if a newer one of its kind waits.
-                    if kind in ("milestone", "final") or kind not in [k for _, k in self.pending.values()]:
-                        self.pending[prefix] = folder, kind
-                    final = getattr(e, "final", False)
-                    (self.refused.add if final else self.refused.discard)(prefix)
-                    if self.deadline is not None:
-                        if time.monotonic() > self.deadline or self.refused.issuperset(self.pending):
-                            self.changed.notify_all()
-                            return
-                        if final:
-                            continue  # the others have their turn at once: what is refused too ends the wait
-                    left = pause if self.deadline is None else self.deadline - time.monotonic()
-                    self.changed.wait(max(0.0, min(pause, left)))
-                    pause = min(2 * pause, self.RETRY[1])
+                    if not self._failed(prefix, folder, kind, e, pause):
+                        return
+                pause = min(2 * pause, self.RETRY[1])
                 continue
-            pause = self.RETRY[0]
-            self.receipts[prefix] = receipt
-            try:
-                write_text(self.record, to_json(self.receipts, "published.json"))
-            except (OSError, CheckpointError) as e:
-                self.log(f"{self.record}: {e}")
+            pause, seconds = self.RETRY[0], time.monotonic() - began
+            self.log(f"{shown(prefix)} is on the Hub, verified ({seconds:.0f} s)")
+            if prefix:
+                self.seconds = seconds
             with self.changed:
                 self.active = None
                 self.pending.pop(prefix, None)
                 self.changed.notify_all()
 
-    def _upload(self, prefix: str, folder: str, kind: str) -> dict:
-        """Upload a folder, see that the Hub has what its manifest says, then rotate there."""
-        mine = set(published(self.publisher, self.run_id))
-        if self.known is not None and mine - self.known:
-            raise CheckpointError(
-                f"another process publishes run {self.run_id} too (it wrote {sorted(mine - self.known)}): stop one"
-            )
-        self.known = mine | {prefix.rpartition("/")[2]}  # a failed attempt may have got there all the same
-        manifest = read_manifest(folder)
-        began = time.monotonic()
-        receipt = self.publisher.upload(folder, prefix)
-        there = self.publisher.list(prefix)
-        for name, entry in manifest["files"].items():
-            size, digest = there.get(f"{prefix}/{name}" if prefix else name, (None, None))
-            # small files have git's id instead of a sha256
-            known = isinstance(digest, str) and len(digest) == 64
-            if size != entry["size"] or (known and digest != entry["sha256"]):
-                raise CheckpointError(
-                    f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
-                )
-        seconds = time.monotonic() - began
-        self.log(f"{shown(prefix)} is on the Hub, verified ({seconds:.0f} s)")
-        if prefix.startswith(f"{self.run_id}/"):
-            self.seconds = seconds
-        if kind in ROTATED:
-            old = [n for n in published(self.publisher, self.run_id) if NAME.fullmatch(n)[2] == kind]
-            for stale in old[: -self.keep]:
-                try:
-                    self.publisher.delete(f"{self.run_id}/{stale}")
-                except OSError as e:
-                    self.log(f"{stale} could not be deleted on the Hub: {e}")
-        return receipt
+    def _failed(self, prefix: str, folder: str, kind: str, error: Exception, pause: float) -> bool:
+        """Put the folder back in the queue and wait; whether to go on."""
+        self.active = None
+        self.pending.pop(prefix, None)
+        if not os.path.isdir(folder):  # rotated away meanwhile
+            return True
+        self.failures += 1
+        self.log(f"UPLOAD FAILED, number {self.failures}: {shown(prefix)}: {type(error).__name__}: {error}")
+        # Behind the others; not at all if a newer one of its kind waits.
+        if kind in KEPT or kind not in [k for _, k in self.pending.values()]:
+            self.pending[prefix] = folder, kind
+        final, left = getattr(error, "final", False), pause
+        (self.refused.add if final else self.refused.discard)(prefix)
+        if self.deadline is not None:
+            left = self.deadline - time.monotonic()
+            if left < 0 or self.refused.issuperset(self.pending):
+                self.changed.notify_all()
+                return False
+            if final:
+                return True  # the others have their turn at once: what is refused too ends the wait
+        self.changed.wait(max(0.0, min(pause, left)))
+        return True
 
     def close(self, timeout: float, stop=lambda: False) -> list[str]:
         """Give the queue `timeout` seconds, fewer once stop() is true or a whole pass was refused; what is not on the Hub."""
@@ -276,7 +292,7 @@ class Uploads:
             self.refused.clear()  # a "no" of hours ago may be a "yes" now: each has one more attempt
             checkpoints = by_serial(p.rpartition("/")[2] for p in self.pending)
             if checkpoints:  # the newest goes first: what the next machine goes on from
-                newest = f"{self.run_id}/{checkpoints[-1]}"
+                newest = self.hub.prefix(checkpoints[-1])
                 self.pending = {newest: self.pending[newest], **self.pending}
             self.changed.notify_all()
             while self.pending and time.monotonic() < end and self.thread.is_alive() and not stop():

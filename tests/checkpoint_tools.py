@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from store import checkpoint
+from store import Store
 
 
 class Ranks:
     """The agreement object, over the default group of the test's processes."""
 
     def __init__(self, rank: int, world: int):
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.info = rank, world, {}
 
     def gather(self, value):
         answers = [None] * self.world
@@ -41,6 +41,9 @@ class Ranks:
 
     def busy(self, seconds):
         pass
+
+    def note(self, **info):
+        self.info |= info
 
 
 def reference(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -92,9 +95,9 @@ def all_bits(state: dict) -> dict[str, bytes]:
 
 
 def open_folder(folder, rank=0, world=1, **options):
-    """(Checkpoints, its log lines)."""
+    """(Store, its log lines)."""
     lines = []
-    return checkpoint.Checkpoints(str(folder), None, Ranks(rank, world), log=lines.append, **options), lines
+    return Store(str(folder), Ranks(rank, world), log=lines.append, **options), lines
 
 
 def digest_of(folder: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from checkpoint_tools import all_bits, digest_of, open_folder, state_for  # noqa: E402
 
-from store import checkpoint  # noqa: E402
+import store as product  # noqa: E402
 
 REAL_OPEN = io.open
 COUNTER = {"now": 0, "kill": None}
@@ -166,7 +166,7 @@ def resume(folder):
         left += [line for line in lines if "DAMAGED" in line]
         for name in os.listdir(folder):
             if name.startswith("step-"):  # whatever has the name of a checkpoint is one
-                checkpoint.verify(os.path.join(folder, name))
+                product.verify(os.path.join(folder, name))
         c.close()
         return state["step"], all_bits(shared) == all_bits(expected) and own_loaded, left
 

@@ -4,6 +4,7 @@ Values are compared as bytes. Damage is in test_checkpoint_damage.py, kills and 
 test_checkpoint_faults.py.
 """
 
+import glob
 import json
 import os
 import random
@@ -35,8 +36,9 @@ from conftest import ROOT, tiny_settings
 from workers import Rank, run
 
 import settings
-from store import checkpoint, uploads
-from store.checkpoint import CheckpointError
+from store import CheckpointError, read_export, read_model, uploads, verify
+from store.export import export
+from store.folder import check_shared_folder
 
 # --- what is saved is loaded ---------------------------------------------------------------------------------------
 
@@ -107,8 +109,10 @@ def test_every_file_opens_without_torch_and_holds_the_values(tmp_path):
 
 def test_sources_never_touch_pickle():
     """The checkpoint files neither unpickle nor write what only an unpickler reads."""
-    for file in ("store/checkpoint.py", "store/sealed.py", "store/uploads.py", "sample.py"):
-        with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+    files = glob.glob(os.path.join(ROOT, "store", "*.py"))
+    assert len(files) > 5
+    for file in (*files, os.path.join(ROOT, "sample.py")):
+        with open(file, encoding="utf-8") as f:
             text = f.read()
         assert not re.search(
             r"torch\.(load|save)\b|import pickle|pickle\.|shelve|\beval\(\w+\)|exec\(|FileSystemWriter", text
@@ -131,7 +135,7 @@ def test_an_evil_pickle_in_any_place_is_refused_unopened(tmp_path):
         shutil.copytree(tmp_path / "run" / name, copy)
         (copy / file).write_bytes(pickle.dumps(Evil()))
         with pytest.raises(CheckpointError):
-            checkpoint.read_model(str(copy))
+            read_model(str(copy))
         shutil.rmtree(copy)
     assert not (tmp_path / "PWNED").exists()
 
@@ -224,7 +228,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     threading.Timer(0.3, gate.set).start()
     c.save(2, "latest", shared, own, state)
     assert len(names_in(tmp_path)) == 1
-    c.wait_local()
+    c.wait()
     receipts = c.poll()
     assert [r["step"] for r in receipts] == [1, 2] and c.poll() == []
     assert receipts[0]["pause"] < 0.25 < receipts[1]["pause"]
@@ -237,14 +241,14 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
 def slow_rank_scenario(rank, world, folder):
     """Rank 1's thread ends half a second after rank 0's; the step at which poll hands out the receipt."""
     c, _ = open_folder(folder, rank, world)
-    write = c._write
+    write = c.saver._write
 
     def slow(*arguments):
         receipt = write(*arguments)
         time.sleep(0.5 * rank)
         return receipt
 
-    c._write = slow
+    c.saver._write = slow
     c.save(1, "latest", *state_for(rank, world), {})
     step, receipts = 0, []
     while not receipts:
@@ -269,15 +273,15 @@ def test_buffers_are_reused_and_parents_recorded(tmp_path):
     places = []
     for step in (1, 2):
         c.save(step, "latest", shared, own, {}, wait=True)
-        places.append({k: v.data_ptr() for k, v in c.buffers.items()})
+        places.append({k: v.data_ptr() for k, v in c.saver.buffers.items()})
     assert places[0] == places[1]
-    first, second = (checkpoint.verify(str(tmp_path / n)) for n in names_in(tmp_path))
+    first, second = (verify(str(tmp_path / n)) for n in names_in(tmp_path))
     assert first["parent"] is None and second["parent"] == f"{c.run_id}/{names_in(tmp_path)[0]}"
     c.close()
     c, _ = open_folder(tmp_path)
     c.load(c.newest(), shared, own)
     c.save(3, "milestone", shared, own, {}, wait=True)
-    assert checkpoint.verify(str(tmp_path / names_in(tmp_path)[-1]))["parent"].endswith(names_in(tmp_path)[1])
+    assert verify(str(tmp_path / names_in(tmp_path)[-1]))["parent"].endswith(names_in(tmp_path)[1])
     c.close()
 
 
@@ -331,7 +335,7 @@ def test_serial_numbers_go_on_in_whatever_order_a_folder_is_listed(tmp_path, mon
     for reverse in (False, True):
         monkeypatch.setattr(os, "listdir", lambda path, r=reverse: sorted(plain(path), reverse=r))
         c, _ = open_folder(tmp_path)
-        assert c.serial == 3
+        assert c.folder.serial == 3
         c.close()
 
 
@@ -345,14 +349,11 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     second.close()
 
 
-def test_another_runs_folder_is_refused(tmp_path):
-    saved_once(tmp_path)
-    with pytest.raises(CheckpointError, match="belongs to run"):
-        checkpoint.Checkpoints(str(tmp_path), "mine", Ranks(0, 1))
-    for bad in ("../x", "a/b", "", " "):
-        if bad:
-            with pytest.raises(CheckpointError, match="run id"):
-                checkpoint.Checkpoints(str(tmp_path / "new"), bad, Ranks(0, 1))
+@pytest.mark.parametrize("run_id", ["../x", "a/b", " "])
+def test_a_run_record_that_leads_out_of_the_folder_is_refused(tmp_path, run_id):
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": run_id, "earlier": []}))
+    with pytest.raises(CheckpointError, match="run id"):
+        open_folder(tmp_path)
 
 
 def test_a_checkpoint_of_another_run_is_skipped(tmp_path):
@@ -430,7 +431,7 @@ def test_changed_settings_are_listed_or_refused():
 def shared_folder_scenario(rank, world, folder, apart):
     try:
         mine = os.path.join(folder, str(rank)) if apart else folder
-        checkpoint.check_shared_folder(mine, Ranks(rank, world), patience=0.5)
+        check_shared_folder(mine, Ranks(rank, world), patience=0.5)
         return "ok"
     except Exception as e:
         return str(e)
@@ -448,7 +449,7 @@ def test_nodes_without_a_shared_file_system_are_noticed(tmp_path):
 def test_a_long_transfer_says_that_it_goes_on():
     agree, said = Rank(), []
     agree.busy = said.append
-    assert checkpoint.patiently(lambda: time.sleep(1.2) or "path", agree) == "path"
+    assert uploads.patiently(lambda: time.sleep(1.2) or "path", agree) == "path"
     assert said == [uploads.PATIENCE]
 
 
@@ -460,7 +461,7 @@ def export_scenario(rank, world, folder, file_bytes):
     tensors = {
         k.removeprefix("model."): v for k, v in shared.items() if k.startswith("model.") and "fp8" not in k
     }
-    checkpoint.export(folder, tensors, {"d_model": 64}, Ranks(rank, world), file_bytes=file_bytes)
+    export(folder, tensors, {"d_model": 64}, Ranks(rank, world), file_bytes=file_bytes)
 
 
 @pytest.mark.parametrize("file_bytes", [10**9, 300])
@@ -475,7 +476,7 @@ def test_an_export_has_the_same_bytes_from_any_number_of_ranks(tmp_path, file_by
         ("model.safetensors" in files) == (file_bytes > 300) == ("model.safetensors.index.json" not in files)
     )
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "4"]
-    config, tensors = checkpoint.read_export(str(tmp_path / "2"))
+    config, tensors = read_export(str(tmp_path / "2"))
     expected = {
         k.removeprefix("model."): v
         for k, v in reference().items()
@@ -486,13 +487,13 @@ def test_an_export_has_the_same_bytes_from_any_number_of_ranks(tmp_path, file_by
         index = json.loads((tmp_path / "1" / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == set(expected) and set(index["weight_map"].values()) < set(files)
     (tmp_path / "1" / "report.json").write_text("{}")  # joins an export later
-    checkpoint.read_export(str(tmp_path / "1"))
+    read_export(str(tmp_path / "1"))
     victim = next(f for f in sorted(files) if f.endswith("safetensors"))
     data = bytearray((tmp_path / "1" / victim).read_bytes())
     data[-1] ^= 1
     (tmp_path / "1" / victim).write_bytes(data)
     with pytest.raises(CheckpointError, match="sha256"):
-        checkpoint.read_export(str(tmp_path / "1"))
+        read_export(str(tmp_path / "1"))
 
 
 def test_a_model_is_read_without_a_process_group(tmp_path):
@@ -502,10 +503,10 @@ def test_a_model_is_read_without_a_process_group(tmp_path):
     damage(str(folder / names_in(folder)[-1]), random.Random(0))
     expected = {k.removeprefix("model."): v for k, v in reference().items() if k.startswith("model.")}
     for path in (folder / names_in(folder)[0], folder, tmp_path / "out"):
-        config, tensors = checkpoint.read_model(str(path))
+        config, tensors = read_model(str(path))
         assert config == {"layers": 2} and all_bits(tensors) == all_bits(expected)
     with pytest.raises(CheckpointError, match="no usable checkpoint"):
-        checkpoint.read_model(str(tmp_path / "out" / "nothing"))
+        read_model(str(tmp_path / "out" / "nothing"))
 
 
 def read_model_scenario(rank, world, folder):

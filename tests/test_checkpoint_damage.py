@@ -20,8 +20,7 @@ from checkpoint_tools import (
 )
 from workers import run
 
-from store import checkpoint, sealed
-from store.checkpoint import CheckpointError
+from store import CheckpointError, sealed
 
 
 @pytest.mark.parametrize(
@@ -38,13 +37,13 @@ def test_flips_and_truncations_are_refused(tmp_path, count):
         shutil.copytree(source, copy)
         what = damage(copy, rng)
         try:
-            checkpoint.verify(copy)
+            sealed.verify(copy)
             accepted.append(what)
         except CheckpointError:
             pass
         shutil.rmtree(copy)
     assert not accepted
-    checkpoint.verify(source)
+    sealed.verify(source)
     print(f"refused {count} of {count} damaged checkpoints")
 
 
@@ -60,7 +59,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
             with open(path, "wb") as f:
                 f.write(good[:at] + bytes([good[at] ^ (1 << bit)]) + good[at + 1 :])
             with pytest.raises(CheckpointError):
-                checkpoint.verify(folder)
+                sealed.verify(folder)
 
 
 def damaged_scenario(rank, world, folder):
@@ -186,7 +185,7 @@ def test_a_folder_without_a_fitting_manifest_is_not_a_checkpoint(tmp_path, how):
     if how != "another's copy":  # which is intact, and not the one that it is called
         aside = os.path.join(tmp_path, "damaged-" + os.path.basename(bad))
         with pytest.raises((CheckpointError, OSError)):
-            checkpoint.verify(aside if os.path.exists(aside) else bad)
+            sealed.verify(aside if os.path.exists(aside) else bad)
     c.save(10, "latest", *state_for(0, 1), {}, wait=True)
     c.save(11, "latest", *state_for(0, 1), {}, wait=True)
     assert os.path.lexists(bad) or os.path.lexists(str(tmp_path / ("damaged-" + os.path.basename(bad))))

@@ -15,7 +15,7 @@ from checkpoint_tools import all_bits, digest_of, open_folder, state_for
 from conftest import ROOT
 from workers import run
 
-from store import checkpoint, sealed
+from store import CheckpointError, saver, sealed
 
 TESTS = os.path.join(ROOT, "tests")
 
@@ -52,7 +52,7 @@ def failing_scenario(rank, world, folder, fault, victim):
     c, lines = open_folder(folder, rank, world)
     c.save(1, "latest", *state_for(rank, world, seed=1), {"step": 1}, wait=True)
     plain = {k: getattr(os, k) for k in ("mkdir", "fsync", "rename")}
-    write = checkpoint.write_tensors
+    write = saver.write_tensors
 
     def refuse(number):
         def raising(*a, **k):
@@ -66,7 +66,7 @@ def failing_scenario(rank, world, folder, fault, victim):
             if fault == "file size limit":  # the kernel cuts the file short, as a full disk does
                 resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
             elif fault == "own file":
-                checkpoint.write_tensors = lambda path, *a: (
+                saver.write_tensors = lambda path, *a: (
                     refuse(errno.ENOSPC)() if "/own/" in path else write(path, *a)
                 )
             else:
@@ -79,7 +79,7 @@ def failing_scenario(rank, world, folder, fault, victim):
             c.save(step, "latest", *state_for(rank, world, seed=step), {"step": step}, wait=True)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            checkpoint.write_tensors = write
+            saver.write_tensors = write
             for name in ("mkdir", "fsync", "rename"):
                 setattr(os, name, plain[name])
     failed = list(c.failures)
@@ -183,7 +183,7 @@ def unreadable_scenario(rank, world, folder):
     try:
         c.newest()
         error = ""
-    except checkpoint.CheckpointError as e:
+    except CheckpointError as e:
         error = str(e)
     finally:
         sealed.file_sha256 = plain

@@ -13,7 +13,8 @@ from workers import run
 
 import model
 import muon
-from store import checkpoint
+from store import read_export
+from store.export import export
 
 SLOW, DRILL = pytest.mark.slow, pytest.mark.drill
 CASES = {  # settings; all with weights, momentum, AdamW state and random state in the checkpoint
@@ -174,16 +175,14 @@ def export_scenario(rank, world, folder, attention):
     settings, net, optimizers = build(rank, world, dict(attention=attention), 1)
     one_step(0, rank, world, settings, net, optimizers)
     config = {"settings": settings.as_dict()}
-    checkpoint.export(
-        folder, dict(net.named_parameters()), config, open_folder(folder + ".run", rank, world)[0].agree
-    )
+    export(folder, dict(net.named_parameters()), config, open_folder(folder + ".run", rank, world)[0].agree)
     with torch.no_grad():
         return net(torch.arange(24).view(2, 12)).numpy()
 
 
 def read_scenario(rank, world, folder, attention):
     """What an export gives in a model of its own."""
-    config, weights = checkpoint.read_export(folder)
+    config, weights = read_export(folder)
     settings, net, _ = build(rank, world, dict(attention=attention), 1)
     own = dict(net.named_parameters())
     assert set(own) == set(weights) and config["settings"] == settings.as_dict()

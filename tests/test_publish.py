@@ -1,4 +1,4 @@
-"""Checkpoints and exports on their way to the Hub and back: checkpoint.py, hub.Publisher, the real client, a Hub that fails.
+"""Checkpoints and exports on their way to the Hub and back: the store, hub.Publisher, the real client, a Hub that fails.
 
 The properties: training never waits for the Hub; what counts as published is there, byte for byte; nothing local goes
 away because an upload failed; nobody else's files are touched; a run whose machine is gone goes on from the Hub.
@@ -34,7 +34,7 @@ from test_uploads import idle, quick_retries, save  # noqa: F401 (quick_retries:
 from workers import free_port
 
 import hub
-from store import checkpoint
+from store import read_export
 
 REPO = "models/me/model"
 KINDS = (429, 500, 503, "reset", "lost", "cut", "truncated", "html", "slow")
@@ -72,10 +72,10 @@ def test_the_run_goes_on_while_the_hub_is_slow(server, tmp_path):
     """Four saves are finished before the first is on the Hub; then the last two are, whole."""
     server.fault("PUT", "slow", times=1, seconds=60)
     c, lines = open_folder(tmp_path, publisher=publisher(server))
-    c.uploads.publisher.patience = 30.0
+    c.uploads.hub.publisher.patience = 30.0
     for step in range(1, 5):
         in_time(lambda step=step: save(c, step))
-    assert len(c.poll()) == 4 and not on_hub(server, c.run_id) and not c.uploads.receipts
+    assert len(c.poll()) == 4 and not on_hub(server, c.run_id) and not c.uploads.hub.receipts
     assert in_time(lambda: c.close(timeout=0.1)), (
         "closing with uploads on the way does not wait beyond its time"
     )
@@ -138,10 +138,10 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
         monkeypatch.setattr(writer, "endpoint", f"http://127.0.0.1:{free_port()}")
     shared, _ = state_for(0, 1)
     export = str(tmp_path / "export")
-    checkpoint.export(export, {"a": shared["model.a"]}, {"d": 1}, c.agree)
+    c.export({"a": shared["model.a"]}, {"d": 1})
     save(c, 1, 2, 3)
     save(c, 4, kind="final")
-    c.publish(export, "")
+    c.publish({})
     before = {**digest_of(str(tmp_path / "checkpoints")), **digest_of(export)}
     left = in_time(lambda: c.close(timeout=1.0))
     assert any("UPLOAD FAILED" in line for line in lines) and any("NOT on the Hub" in line for line in lines)
@@ -157,7 +157,7 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
     monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
     again, lines = open_folder(tmp_path / "checkpoints", publisher=publisher(server), keep=1)
     in_time(again.newest)
-    again.publish(export, "")
+    again.publish({})
     assert in_time(lambda: again.close(timeout=25)) == [], lines
     there = steps(on_hub(server, c.run_id))
     assert ("final", 4) in there and ("latest", 3) in there
@@ -185,7 +185,7 @@ def test_rotation_waits_for_proof(server, tmp_path, monkeypatch, harm):
     save(c, 2)
     while c.uploads.failures < 2:
         time.sleep(0.01)
-    assert f"{c.run_id}/{name}" not in c.uploads.receipts
+    assert f"{c.run_id}/{name}" not in c.uploads.hub.receipts
     assert {k: v for k, v in on_hub(server, c.run_id).items() if k in first} == first
     assert ("latest", 2) in steps(names_in(tmp_path))
     monkeypatch.setattr(server, "commit", commit)
@@ -240,15 +240,15 @@ def test_the_export_is_published_beside_other_files_and_verified(server, tmp_pat
     c, _ = open_folder(tmp_path / "checkpoints", publisher=publisher(server))
     shared, _ = state_for(0, 1)
     export = str(tmp_path / "export")
-    checkpoint.export(export, {"a": shared["model.a"]}, {"d": 1}, c.agree)
+    c.export({"a": shared["model.a"]}, {"d": 1})
     (tmp_path / "export" / "report.json").write_text(json.dumps({"loss": 1.5}))
-    c.publish(export, "")
+    c.publish({})
     assert in_time(lambda: c.close(timeout=20)) == []
     files = server.files(REPO)
     assert files["README.md"] == b"hello" and files["report.json"] == b'{"loss": 1.5}'
     assert {n: hashlib.sha256(files[n]).hexdigest() for n in digest_of(export)} == digest_of(export)
     hub.Publisher("me/model", endpoint=server.url).download("", tmp_path / "back")
-    config, tensors = checkpoint.read_export(str(tmp_path / "back"))
+    config, tensors = read_export(str(tmp_path / "back"))
     assert config["d"] == 1 and (tensors["a"] == shared["model.a"].full_tensor()).all()
 
 

@@ -19,7 +19,6 @@ import torch
 from conftest import ROOT, tiny_settings
 from workers import Rank
 
-import drill
 import train_nova
 from launch.failures import StartupError
 from track import health as watch
@@ -243,16 +242,19 @@ def test_a_stopped_launch_waits_for_uploads_no_longer_than_torchrun_waits_for_it
     run.agree.signals = SimpleNamespace(when=1000.0)
     run.budget = SimpleNamespace(left=lambda now: 500.0)
     monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: 60.0)
-    assert train_nova.upload_patience(run, "SIGTERM", now=1020.0) == 30.0
-    assert train_nova.upload_patience(run, "SIGTERM", now=1070.0) == 0.0
-    assert train_nova.upload_patience(run, "job_hours", now=1020.0) == 500.0
-    for left, seconds in ((None, train_nova.UPLOAD_SECONDS), (300.0, 300.0), (-5.0, 240.0)):
+
+    def seconds(stop, now):
+        monkeypatch.setattr(train_nova.time, "monotonic", lambda: now)
+        return train_nova.upload_seconds(run, stop)
+
+    assert seconds("SIGTERM", 1020.0) == 30.0
+    assert seconds("SIGTERM", 1070.0) == 0.0
+    assert seconds("job_hours", 1020.0) == 500.0
+    for left, patience in ((None, train_nova.UPLOAD_SECONDS), (300.0, 300.0), (-5.0, 240.0)):
         run.budget.left = lambda now, left=left: left
-        assert train_nova.upload_patience(run, None, now=1020.0) == seconds, (
-            "the end of the run keeps its budget"
-        )
+        assert seconds(None, 1020.0) == patience, "the end of the run keeps its budget"
     monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: None)
-    assert train_nova.upload_patience(run, "SIGTERM", now=1020.0) == 240.0, "plain python: nobody kills"
+    assert seconds("SIGTERM", 1020.0) == 240.0, "plain python: nobody kills"
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
@@ -335,10 +337,10 @@ def test_a_data_error_in_a_step_loses_none_of_the_steps_before(world, uninterrup
 
 
 FULL_DISK = """
-from store import checkpoint
+from store.saver import Saver
 def full(self, flight, *arguments):
     raise OSError(28, "No space left on device (injected)")
-checkpoint.Checkpoints._write = full
+Saver._write = full
 """
 
 
@@ -416,17 +418,18 @@ def test_drill_proves_the_cycle_in_a_folder_of_its_own(world, uninterrupted):
     assert "deleted its checkpoints and export" in output
     left = {p.name for p in (world[0] / "whole" / "drill").iterdir()}
     assert "metrics.jsonl" in left and not left & {"checkpoints", "export"}, "100 GB of the real run's disk"
-    assert drill.drilled(str(world[0] / "whole"))["whole save"] > 0
+    assert train_nova.drilled(str(world[0] / "whole"))["whole save"] > 0
 
 
-def test_a_drill_whose_save_fails_says_why():
+def test_a_drill_whose_save_fails_says_why(monkeypatch):
     agree = SimpleNamespace(rank=0, world=1)
-    checkpoints = SimpleNamespace(failures=["step 4 (latest): rank 0: No space left on device"], parent=None)
+    store = SimpleNamespace(failures=["step 4 (latest): rank 0: No space left on device"])
     run = train_nova.Run(tiny_settings(), agree, print, torch.device("cpu"))
-    run.checkpoints, run.metrics = checkpoints, SimpleNamespace(used=lambda: 0.0)
-    ignore = lambda *a, **k: None  # noqa: E731 (the loop and its helpers, which are handed in)
+    run.store, run.metrics = store, SimpleNamespace(used=lambda: 0.0, losses=[])
+    for name in ("loop", "evaluate", "save"):
+        monkeypatch.setattr(train_nova, name, lambda *a, **k: None)
     with pytest.raises(StartupError, match="drill: the save failed: step 4 .*No space left"):
-        drill.drill(run, ignore, ignore, ignore, ignore, ignore)
+        train_nova.drill(run)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from workers import ROOT, Rank, run
 from launch import agreement, failures, startup
 from launch import proof as selftest
 from launch.__main__ import again
-from store import checkpoint
+from store import Store
 
 
 def exchange(rank, world):
@@ -527,7 +527,7 @@ def test_a_full_disk_costs_the_status_and_not_the_run(tmp_path):
 
 
 def limits(rank, world, folder):
-    saver = checkpoint.Checkpoints(folder, None, Ranks(rank, world)).group
+    saver = Store(folder, Ranks(rank, world)).saver.group
     made = dist.new_group(backend="gloo")
     agree = object.__new__(startup.Agreement)
     agree.lost = 10.0

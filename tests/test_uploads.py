@@ -27,8 +27,8 @@ from workers import run
 
 import schedule
 from hub import HubError
-from store import checkpoint, uploads
-from store.checkpoint import CheckpointError
+from store import CheckpointError, saver, uploads, verify
+from store.folder import ROTATED, by_serial
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_local_rotation_waits_for_the_hub_but_not_for_ever(tmp_path):
 
 def full_disk_scenario(rank, world, folder, victim):
     """One rank's disk holds 9 checkpoints and the Hub refuses all: saves of all kinds; which failed, what is left."""
-    hub, write = MemoryHub(), checkpoint.write_tensors
+    hub, write = MemoryHub(), saver.write_tensors
     hub.failing = 10**9
     c, lines = open_folder(folder, rank, world, publisher=hub, keep=1)
 
@@ -170,7 +170,7 @@ def full_disk_scenario(rank, world, folder, victim):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         return write(path, *rest)
 
-    checkpoint.write_tensors = limited
+    saver.write_tensors = limited
     try:
         for step in range(1, 6):
             for kind in ("latest", "best", "milestone"):
@@ -178,7 +178,7 @@ def full_disk_scenario(rank, world, folder, victim):
                     step, kind, *state_for(rank, world, seed=step), {"step": step, "config": {}}, wait=True
                 )
     finally:
-        checkpoint.write_tensors = write
+        saver.write_tensors = write
     c.close()
     return c.failures, names_in(folder), sum("to make room" in line for line in lines)
 
@@ -189,7 +189,7 @@ def test_a_disk_filled_by_what_the_hub_refuses_is_freed(tmp_path, world, victim)
     answers = run(full_disk_scenario, world=world, folder=str(tmp_path), victim=victim)
     for failures, names, _ in answers:
         assert [f.split(":")[0] for f in failures] == ["step 4 (latest)"] and "No space left" in failures[0]
-        steps = {kind: [int(n.split("-")[1]) for n in names if kind in n] for kind in uploads.ROTATED}
+        steps = {kind: [int(n.split("-")[1]) for n in names if kind in n] for kind in ROTATED}
         assert steps == {"latest": [3, 5], "best": [3, 4, 5], "milestone": [3, 4, 5]}
     assert [said for _, _, said in answers] == [6, 0][:world], "what rank 0 deletes it says"
 
@@ -207,11 +207,9 @@ def test_checkpoints_of_another_run_are_not_published(tmp_path):
 def test_a_younger_one_on_the_hub_is_enough(tmp_path):
     c, lines = open_folder(tmp_path, publisher=MemoryHub(), keep=1)
     names = [f"step-0000000{i}-latest-000{i}" for i in (1, 2, 3)]
-    assert not c.uploads.may_delete(names[0], names, keep=1)
-    c.uploads.receipts[f"{c.run_id}/{names[1]}"] = {}
-    assert c.uploads.may_delete(names[0], names, keep=1) and not c.uploads.may_delete(
-        names[2], names[2:], keep=1
-    )
+    assert not c.uploads.may_delete(names[0], names)
+    c.uploads.hub.receipts[f"{c.run_id}/{names[1]}"] = {}
+    assert c.uploads.may_delete(names[0], names) and not c.uploads.may_delete(names[2], names[2:])
     c.close()
 
 
@@ -222,7 +220,7 @@ def test_names_go_by_the_number_of_the_save_however_long_it_is():
         "step-7-best-0001",
         "step-00000007-best-99",
     ]
-    assert uploads.by_serial(names) == [names[1], names[0]]
+    assert by_serial(names) == [names[1], names[0]]
 
 
 def test_a_hub_that_stores_something_else_is_not_believed(tmp_path):
@@ -232,10 +230,10 @@ def test_a_hub_that_stores_something_else_is_not_believed(tmp_path):
     c, lines = open_folder(tmp_path, publisher=hub, keep=1)
     save(c, 1, 2)
     until(lambda: c.uploads.failures >= 2)
-    assert not c.uploads.receipts and len(names_in(tmp_path)) == 2
+    assert not c.uploads.hub.receipts and len(names_in(tmp_path)) == 2
     assert any("differs" in line for line in lines)
     hub.corrupt = False
-    assert c.close(timeout=10) == [] and c.uploads.receipts
+    assert c.close(timeout=10) == [] and c.uploads.hub.receipts
 
 
 def test_a_second_process_that_publishes_the_same_run_is_noticed(tmp_path):
@@ -301,7 +299,7 @@ def test_a_local_checkpoint_is_preferred_and_a_damaged_one_is_replaced_from_the_
     c.close()
     damage(str(tmp_path / names_in(tmp_path)[0]), random.Random(1))
     c, lines = open_folder(tmp_path, publisher=hub)
-    checkpoint.verify(c.newest())
+    verify(c.newest())
     assert any("downloading" in line for line in lines)
     assert any(n.startswith("damaged-") for n in os.listdir(tmp_path))
     c.close()
@@ -359,8 +357,8 @@ def test_what_was_never_published_does_not_hide_what_another_machine_did(tmp_pat
     assert step_of(a.newest()) == 90
     save(a, 91)
     a.close(timeout=10)
-    assert [step_of(n) for n in uploads.published(hub, a.run_id)] == [91]
-    assert {step_of(prefix) for prefix in a.uploads.receipts} == {1, 91}, "nor 2 or 3 for a while"
+    assert [step_of(n) for n in a.uploads.hub.names()] == [91]
+    assert {step_of(prefix) for prefix in a.uploads.hub.receipts} == {1, 91}, "nor 2 or 3 for a while"
     again, _ = open_folder(folders[0], publisher=hub, keep=1)
     assert step_of(again.newest()) == 91, "the newest by its number again"
     again.close()
@@ -374,7 +372,7 @@ def test_a_machine_that_comes_back_goes_on_from_what_another_has_published_since
         hub.files[key] = b"?" + hub.files[key][1:]
     c, lines = open_folder(folder, publisher=hub, keep=3)
     path = c.newest()
-    checkpoint.verify(path)
+    verify(path)
     assert step_of(path) == step and sum("DAMAGED CHECKPOINT on the Hub" in line for line in lines) == len(
         harmed
     )
@@ -456,31 +454,29 @@ def test_an_export_is_published_beside_its_report(tmp_path):
     hub = MemoryHub()
     c, _ = open_folder(tmp_path / "checkpoints", publisher=hub)
     shared, _ = state_for(0, 1)
-    folder = str(tmp_path / "export")
-    checkpoint.export(folder, {"a": shared["model.a"]}, {"d": 1}, c.agree)
-    (tmp_path / "export" / "report.json").write_text("{}")
-    c.publish(folder, "export")
+    c.export({"a": shared["model.a"]}, {"d": 1})
+    (tmp_path / "report.json").write_text("{}")
+    c.publish({"report.json": str(tmp_path / "report.json")})
     assert c.close(timeout=10) == []
-    assert {k for k in hub.files if k.startswith("export/")} == {
-        f"export/{n}" for n in ("model.safetensors", "config.json", "manifest.json", "report.json")
-    }
+    assert set(hub.files) == {"model.safetensors", "config.json", "manifest.json", "report.json"}
 
 
 def test_the_newest_goes_first_when_time_is_short(tmp_path):
     """It is what the next machine goes on from; a milestone that was saved before it can wait for the next launch."""
     hub = MemoryHub()
-    c, _ = open_folder(tmp_path, publisher=hub)
+    c, _ = open_folder(tmp_path / "checkpoints", publisher=hub)
     hub.gate.clear()
     save(c, 1, 2, 3, kind="milestone")
     save(c, 4)
-    c.publish(str(tmp_path), "export")
+    c.export({"a": torch.zeros(2)}, {"d": 1})
+    c.publish({})
     until(lambda: hub.calls)  # the first is on its way
     c.uploads.close(timeout=0)
     hub.gate.set()
-    until(lambda: len(hub.calls) == 5)
+    until(lambda: len(hub.calls) == 6)
     assert [call.rpartition("/")[2] for call in hub.calls][:2] == [
-        names_in(tmp_path)[0],
-        names_in(tmp_path)[3],
+        names_in(tmp_path / "checkpoints")[0],
+        names_in(tmp_path / "checkpoints")[3],
     ]
     c.close(timeout=10)
 
@@ -505,8 +501,8 @@ def test_the_end_does_not_wait_for_a_hub_that_refuses_everything(tmp_path, monke
     until(lambda: c.uploads.failures)
     monkeypatch.setattr(uploads.Uploads, "RETRY", (60.0, 900.0))
     save(c, 2, kind="final")
-    checkpoint.export(str(tmp_path / "export"), {"a": torch.zeros(2)}, {"d": 1}, c.agree)
-    c.publish(str(tmp_path / "export"), "")
+    c.export({"a": torch.zeros(2)}, {"d": 1})
+    c.publish({})
     began, tried = time.monotonic(), len(hub.calls)
     left = c.close(timeout=100)
     assert time.monotonic() - began < 20 and len(hub.calls) - tried <= 5

@@ -1,0 +1,188 @@
+"""Store: nothing lost, nothing unsafe, and a resumed run is the same run.
+
+One checkpoint is one folder, the same for 1 GPU and for 64:
+
+    step-00001000-latest-0007/                     step, kind, and the serial number of the save in its run
+        tensors/rank-0000R.safetensors             what any world size can load: each rank its part, as planned by DCP
+        own/rank-0000R.safetensors                 what only the same world size and layout can load (8-bit codes)
+        state.json                                 everything that is not a tensor
+        metrics.jsonl                              the run's rows so far, for a machine that has nothing else
+        manifest.json                              run, step, parent, and size and sha256 of every file; written last
+
+The ideas:
+* No pickle: tensors travel as safetensors, all else as JSON. A file from a stranger's Hub repo can at worst be refused.
+* A folder is a checkpoint only under its final name and with a manifest that fits every byte. A save works in
+  `.tmp-…`, syncs files and folders to the disk, writes the manifest, then renames. A kill at any point leaves the
+  previous checkpoints as they were and a temporary folder that the next start removes.
+* Training waits only for the copy to host memory (the pause in the receipt). A thread on every rank writes, hashes
+  and agrees over a gloo group of its own; one save is in flight at a time. The Hub is further behind, see `Uploads`.
+* A failed save is logged and counted, and training goes on. A failed load stops the run: it never starts over.
+
+References: torch.distributed.checkpoint (DCP) and its HuggingFaceStorageWriter; the safetensors format.
+"""
+
+import math
+import os
+import shutil
+import threading
+from functools import partial
+
+import torch.distributed as dist
+
+from . import export, finder
+from .folder import ROTATED, SLACK, Folder, check_shared_folder
+from .saver import Saver
+from .sealed import CheckpointError
+from .uploads import OnHub, Uploads, check_write, owner_on_hub, patiently
+
+
+class Store:
+    """Saves, finds, loads, exports and publishes the work of one run. All methods are called by all ranks.
+
+    Making it takes the folder's lock (two runs can't write into one folder), settles which run it holds, and removes
+    what a killed save left. publisher: a hub.Publisher, or None; grace: seconds from a signal to torchrun's kill."""
+
+    def __init__(self, folder: str, agree, log=print, keep=2, resume="auto", publisher=None, grace=None):
+        self.folder, self.agree, self.log = Folder(folder, keep, log), agree, log
+        self.publisher, self.resume, self.grace = publisher, resume, grace
+        problem = None
+        if agree.rank == 0:
+            try:
+                self.folder.claim(resume, lambda stem: publisher and owner_on_hub(publisher, stem, log))
+            except Exception as e:
+                self.folder.unlock()
+                problem = e if hasattr(e, "exit_code") else CheckpointError(f"out_dir {folder}: {e}")
+        agree.verdict(problem, "checkpoints")
+        self.folder.run_id = agree.broadcast(self.folder.run_id)
+        hub = OnHub(self.folder, publisher) if publisher and agree.rank == 0 else None
+        self.uploads = Uploads(hub) if hub else None
+        self.saver = Saver(self.folder, agree, self.uploads, log)
+        self.finder = finder.Finder(self.folder, agree, hub, publisher is not None, log)
+        self.proven: str | None = None  # the checkpoint here whose hashes all ranks have compared
+        self.receipts: list[dict] = []  # of all saves of this launch
+
+    @classmethod
+    def open(
+        cls, out_dir: str, agree, log, keep, resume, publisher, grace, publish=True
+    ) -> tuple["Store", str | None]:
+        """(the store of a run's folder, the newest intact checkpoint there or on the Hub, or None).
+
+        Proves first that the run may publish, even if it will not (`publish`), and that all ranks see one folder."""
+        folder = os.path.join(out_dir, "checkpoints")
+        if publisher is not None:
+            agree.on_rank_0(lambda: check_write(publisher, folder, resume, log), "Hub")
+        check_shared_folder(out_dir, agree)
+        store = cls(folder, agree, log, keep, resume, publisher if publish else None, grace)
+        return store, store.newest()
+
+    @property
+    def run_id(self) -> str:
+        return self.folder.run_id
+
+    @property
+    def failures(self) -> list[str]:
+        """A line for each save of this launch that failed."""
+        return self.saver.failures
+
+    @property
+    def parent(self) -> str | None:
+        """RUN/NAME of the checkpoint that this state comes from, by a save or a load."""
+        return self.saver.parent
+
+    @property
+    def export_folder(self) -> str:
+        return os.path.join(os.path.dirname(self.folder.path), "export")
+
+    def room(self, size: float) -> int:
+        """Bytes that checkpoints of `size` bytes may still take here: those of each kind that rotation keeps, a final one
+        and one in flight, less those that are here. Never under two: a save must fit before rotation makes room."""
+        most = len(ROTATED) * (self.folder.keep + (SLACK if self.publisher else 0)) + 2
+        held = sum(entry["size"] for m in self.folder.mine().values() for entry in m["files"].values())
+        return int(max(2 * size, most * size - held))
+
+    def newest(self) -> str | None:
+        """The folder of the newest complete and intact checkpoint of this run, here or on the Hub, the same on all ranks.
+        None where there is none at all; where there are only damaged ones, a CheckpointError."""
+        path, here = self.finder.newest(self.resume)
+        self.proven = path if here else None
+        if self.uploads is not None:
+            self.uploads.take_up(here)
+        return path
+
+    def load(self, path: str, shared: dict, own: dict) -> tuple[dict, bool]:
+        """Fill tensors in place from a checkpoint, and return (state, whether `own` was filled too).
+
+        Keys, shapes and dtypes of `shared` must be the saved ones. `own` is filled only if world size, layout and all
+        its entries on all ranks are the saved ones; else the caller derives it from `shared`."""
+        verified = path == self.proven
+        manifest, state, fits = finder.load(path, shared, own, self.agree, self.saver.group, verified)
+        self.saver.parent = f"{manifest['run_id']}/{os.path.basename(path)}"
+        return state, fits
+
+    def save(self, step: int, kind: str, shared: dict, own: dict, state: dict, beside=(), wait=False):
+        """Begin a save; return when the state is copied, so that training may change it again.
+
+        shared: {key: tensor or DTensor}, the same keys on all ranks, loadable at any world size. own: {key: tensor} of
+        this rank. state: JSON, rank 0's is kept. beside: files that the checkpoint takes a copy of. A save still in
+        flight is waited for first. An argument that can't be saved is a CheckpointError here; a disk that fails is only
+        logged and counted (`failures`)."""
+        self.saver.save(step, kind, shared, own, state, beside)
+        if wait:
+            self.saver.wait()
+
+    def poll(self, step: int = 0, slow_step=lambda: 0.0) -> list[dict]:
+        """Receipts of saves that have finished on all ranks: [{step, kind, name, bytes, seconds, pause}], on rank 0 with
+        the `upload_seconds` of the latest upload. Says them, also to status.json, and once if torchrun's grace is too
+        short for a step (`slow_step()` seconds) and a save. Never waits."""
+        receipts = self.saver.poll()
+        self.receipts += receipts
+        for receipt in receipts:
+            size, seconds, pause = receipt["bytes"] / 1e6, receipt["seconds"], receipt["pause"]
+            told = f"{size:.1f} MB in {seconds:.2f} s, training waited {pause * 1e3:.0f} ms"
+            self.log(f"saved {receipt['name']}: {told}")
+            need = slow_step() + pause + seconds
+            if self.grace is not None and need > self.grace:
+                self.log(
+                    f"WARNING: a step and a save take {need:.2g} s, and torchrun kills {self.grace:g} s after a signal: a stop "
+                    f"may lose the work since the last save. Start it with --shutdown-timeout={math.ceil(need / 30) * 60}"
+                )
+                self.grace = None
+        failed = len(self.failures)  # known at once, not when one succeeds again
+        if receipts or failed != self.agree.info.get("failed_saves", 0):
+            saved = {"saved": receipts[-1]["step"]} if receipts else {}
+            self.agree.note(step=step, failed_saves=failed, **saved)
+        if self.uploads is not None and self.uploads.seconds is not None:
+            receipts = [r | {"upload_seconds": self.uploads.seconds} for r in receipts]
+        return receipts
+
+    def wait(self):
+        """Finish the save in flight."""
+        self.saver.wait()
+
+    def export(self, tensors: dict, config: dict):
+        """Write {name: tensor} and config (JSON) into the folder `export`, in place of an earlier one."""
+        export.export(self.export_folder, tensors, config, self.agree)
+
+    def publish(self, files: dict[str, str]):
+        """Complete the export with copies of {name: path}, and queue it for the Hub: again at each launch, since a kill may
+        have come between."""
+        if self.agree.rank == 0 and os.path.isdir(self.export_folder):  # nobody moved it away
+            for name, path in files.items():
+                shutil.copy(path, os.path.join(self.export_folder, name))
+        if self.uploads is not None:
+            self.uploads.put_folder("", self.export_folder, "export")
+
+    def close(self, timeout: float = 0.0, stop=lambda: False) -> list[str]:
+        """Finish the local save, give uploads `timeout` seconds or until stop() on any rank, release the folder.
+        Names that are not on the Hub."""
+        self.saver.wait()
+        stopped = threading.Event()
+        upload = partial(self.uploads.close, timeout, stopped.is_set) if self.uploads else list
+        left = patiently(upload, self.agree, stop, stopped)
+        if left:
+            where = os.path.dirname(self.folder.path)
+            stay = f"they stay in {where}, and the same command publishes them later"
+            self.log(f"NOT on the Hub: {', '.join(left)}; {stay}")
+        self.folder.unlock()
+        dist.destroy_process_group(self.saver.group)
+        return left
