@@ -32,7 +32,7 @@ from settings import SettingsError, load_settings
 GB = 1e9
 
 
-# Achieved shares of the peaks: assumptions, calibrated on published runs, to be replaced by `python -m bench --gpu`.
+# Achieved shares of the peaks: assumptions, calibrated on published runs, to be replaced by `python -m bench gpu`.
 ACHIEVED = {"bf16": 0.60, "fp8": 0.45, "attention": 0.30, "muon": 0.60, "bandwidth": 0.75}
 # Rate of the blocks' matmuls against tensorwise, which ACHIEVED["fp8"] is calibrated on (torchtitan, 8B, H200: 10,938
 # tokens/s/GPU). torchao's 8B on H100s ran rowwise at 0.88 of tensorwise, the whole step.
@@ -485,7 +485,7 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
     if s.use_fp8 == "auto" and result.facts["fp8"] and s.fp8_recipe == "rowwise":
         warn(
             "fp8_recipe=rowwise gained 10 % on a published 8B (25 % there needed tensorwise and float8 all-gather, not used "
-            "here): measure with python -m bench --gpu"
+            "here): measure with python -m bench gpu"
         )
     if result.facts["fp8"] and not result.facts["compile"]:
         warn("fp8 without compile is slower than bf16: use_compile=True, or use_fp8=off")

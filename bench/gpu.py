@@ -142,13 +142,13 @@ def case_environment(report: Report, device: Device, found: dict):
 
 def case_attention(report: Report, device: Device, found: dict):
     """Which kernel each form gets, and forward plus backward of every kernel at the shapes of each form."""
-    from kernels import attention as backends
+    from kernels import choose_attention
 
     s = device.size
     hd = s["d"] // s["heads"]
     for form in ("diff", "diff_v2", "standard"):
         settings, lines = settings_for(device, 1, attention=form), []
-        backends.choose_attention(settings, torch.device(device.type), lines.append)
+        choose_attention(settings, torch.device(device.type), lines.append)
         report.fact("gpu/attention", form=form, chosen=lines[-1] if lines else "unknown")
     # query heads, kv heads, channels of q and k (of them useful), channels of v, calls per layer
     shapes = {
