@@ -294,6 +294,12 @@ def test_the_readme_is_a_first_visit():
         assert f"({name}" in page("README.md"), f"nothing leads to {name}"
 
 
+def test_the_readmes_first_two_blocks_are_its_two_commands():
+    """.ci/run takes them from there."""
+    first, second = re.findall(r"```bash\n(.*?)\n```", page("README.md"), re.DOTALL)[:2]
+    assert first.endswith("python train_nova.py config/quickstart.py") and second.endswith("pytest tests")
+
+
 @pytest.mark.parametrize("path", PAGES)
 def test_what_a_page_names_is_there(path):
     """Relative links with their headings, files of this repository, and modules that are run with -m."""
