@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import typing
 from dataclasses import dataclass
@@ -482,3 +483,43 @@ def refuse_changes(saved: dict, now: Settings) -> list[str]:
     if refused:
         raise SettingsError("this run was started with other settings:\n  " + "\n  ".join(refused))
     return lines
+
+
+def settings_table() -> str:
+    """docs/settings.md: every setting, in the sections of the class above."""
+    resume = {MODEL: "no", MATH: "`--allow_change`", ROUNDING: "yes, last bits", FREE: "yes"}
+    environment = ", ".join(f"`{variable}` (`{name}`)" for variable, name in ENVIRONMENT.items())
+    follow = ", ".join(f"`{name}` follows `{lead}`" for name, lead in FOLLOWS.items())
+    text = f"""# Settings
+
+Printed by `python settings.py > docs/settings.md`; `python train_nova.py --help` prints the same in short.
+
+Values come from defaults < environment < override files, in order < `--key=value`. An override file is plain Python and
+sees the values so far (`warmup_steps = total_steps // 50`); names that start with `_`, and imports, stay its own. A name
+that is no setting, a wrong type or a contradiction is one line and exit code 64.
+From the environment: {environment}.
+
+*Resume* says what the next launch of a run may do with another value:
+
+* **no**: the saved weights have another form; start another run in another `out_dir`.
+* **`--allow_change`**: it changes the course of the run, and is refused unless `--allow_change=NAME` accepts it
+  ({follow}).
+* **yes, last bits**: the same mathematics; sums are rounded otherwise.
+* **yes**: nothing that is trained depends on it.
+"""
+    with open(__file__, encoding="utf-8") as f:
+        source = f.read().split("class Settings:")[1].split("# --- derived")[0]
+    for section, name in re.findall(r"^    (?:# --- (.+?) -+|(\w+): .*)$", source, re.M):
+        if section:
+            text += f"\n## {section[0].upper()}{section[1:]}\n\n"
+            text += "| setting | type | default | resume | meaning |\n|---|---|---|---|---|\n"
+        else:
+            field, wanted = FIELDS[name], describe(TYPES[name]).replace(" | ", " or ")
+            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            may, meaning = resume[field.metadata["kind"]], field.metadata["help"].replace("|", "\\|")
+            text += f"| `{name}` | {wanted} | `{default!r}` | {may} | {meaning} |\n"
+    return text
+
+
+if __name__ == "__main__":
+    print(settings_table(), end="")

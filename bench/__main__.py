@@ -3,7 +3,7 @@
     python -m bench                            # every case below, some minutes (with --text FILE: quality too)
     python -m bench train muon                 # some cases
     python -m bench quality --text FILE        # loss against tokens and seconds; a character vocabulary, 90/10 split
-    python -m bench --gpu                      # one H200, at most 8 minutes: gpu.py
+    python -m bench gpu                        # one H200, at most 8 minutes: gpu.py; not among "every case"
     python -m bench --check                    # ratios and counts against tests/bench_baseline.json, under a minute
 
     train       an optimizer step, tokens/s          loss        chunked against whole logits: time, peak bytes
@@ -46,7 +46,6 @@ from .tools import (
     Alone,
     NovaTrainer,
     Report,
-    Row,
     batch_of,
     characters,
     compare,
@@ -54,17 +53,16 @@ from .tools import (
     environment,
     loss_pair,
     matmul_peak,
-    matrices,
     measure,
-    mesh,
-    muon_pair,
+    muon_on_ranks,
+    muon_steps,
     nova_settings,
     on_ranks,
     peak_bytes,
     quiet,
-    spread,
+    ranks_step,
     windows,
-)  # fmt: skip
+)
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BASELINE = os.path.join(HERE, "tests", "bench_baseline.json")
@@ -120,19 +118,16 @@ def case_quality(report: Report, options):
         return report.fact("quality", skipped="give a text: python -m bench quality --text FILE")
     size = dict(SIZES[options.sizes[0]])
     train, validation, size["vocab"] = characters(options.text)
-    steps, chunk = options.steps, max(1, options.steps // 20)
+    steps, chunk, warmup = options.steps, max(1, options.steps // 20), min(100, options.steps // 10)
     finals, reached, tokens = {"nova": [], "nanogpt": []}, [], size["batch"] * size["context"]
     for seed in range(options.seeds):
         torch.manual_seed(seed)
         settings = nova_settings(
-            size, seed=seed, total_steps=steps, warmup_steps=min(100, steps // 10), attention=options.attention,
-            muon_lr=options.muon_lr, lr=options.lr, muon_min_lr=0.0, min_lr=0.0,  # a decay to zero: 0.01 nats
+            size, seed=seed, total_steps=steps, warmup_steps=warmup, attention=options.attention,
+            muon_min_lr=0.0, min_lr=0.0,  # a decay to zero: 0.01 nats
         )  # fmt: skip
         gpt = peers.nanogpt(size["vocab"], size["d"], size["layers"], size["heads"], size["context"])
-        trainers = {
-            "nova": NovaTrainer(settings, sharded=options.precision == "bf16"),
-            "nanogpt": gpt,
-        }
+        trainers = {"nova": NovaTrainer(settings), "nanogpt": gpt}
         horizon = schedule.first_horizon(settings)
         held_out = windows(
             validation, 50 if options.tiny else 400, size["context"], torch.Generator().manual_seed(1234)
@@ -149,7 +144,7 @@ def case_quality(report: Report, options):
                         muon_lr, _, momentum = schedule.rates(step, settings, horizon)
                         trainer.update(muon_lr / settings.muon_lr, momentum)
                     else:
-                        trainer.update(peers.gpt_schedule(step, steps, min(100, steps // 10)))
+                        trainer.update(peers.gpt_schedule(step, steps, warmup))
                 seconds[name] += time.perf_counter() - begin
                 curve[name].append((step + 1, seconds[name], trainer.evaluate(*held_out)))
             nova, other = curve["nova"][-1], curve["nanogpt"][-1]
@@ -161,19 +156,12 @@ def case_quality(report: Report, options):
             finals[name].append(curve[name][-1][2])
         when = next((t for _, t, loss in curve["nova"] if loss <= curve["nanogpt"][-1][2]), math.inf)
         reached.append((when, curve["nanogpt"][-1][1]))
-    ratios = [b / a for a, b in zip(finals["nova"], finals["nanogpt"], strict=True)]
-    row = Row(
-        "quality/final", ("nova", statistics.mean(finals["nova"])), ("nanogpt", statistics.mean(finals["nanogpt"])),
-        "nats", statistics.median(ratios), spread(ratios), len(ratios), {"tokens": steps * tokens},
-    )  # fmt: skip
-    report.row(row)
-    ratios = [peer / ours for ours, peer in reached]
-    row = Row(
-        "quality/time-to-loss", ("nova", statistics.median(r[0] for r in reached)),
-        ("nanogpt", statistics.median(r[1] for r in reached)), "s", statistics.median(ratios), spread(ratios),
-        len(ratios), {"share_of_peer": 1 / statistics.median(ratios), "to_within_steps": chunk},
-    )  # fmt: skip
-    report.row(row)
+    # One value a seed, the loss and the seconds to the peer's loss: less is better in both, as in compare's seconds.
+    report.row(compare("quality/final", finals, "nova", "nanogpt", 0, "nats", tokens=steps * tokens))
+    times = {"nova": [ours for ours, _ in reached], "nanogpt": [peer for _, peer in reached]}
+    share = statistics.median(ours / peer for ours, peer in reached)
+    facts = {"share_of_peer": share, "to_within_steps": chunk}
+    report.row(compare("quality/time-to-loss", times, "nova", "nanogpt", 0, "s", **facts))
 
 
 # --- loss ---------------------------------------------------------------------------------------------------
@@ -195,39 +183,18 @@ def case_loss(report: Report, options):
 # --- muon ---------------------------------------------------------------------------------------------------
 
 
-def muon_on_ranks(rank, world, shapes, rounds):
-    """On every rank: seconds of a step of sharded Muon, and of every rank repeating all matrices."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    import muon
-
-    grid = mesh()
-
-    def sharded():
-        made = []
-        for p in matrices(*shapes):
-            made.append(torch.nn.Parameter(distribute_tensor(p.data, grid, [Shard(0)])))
-            made[-1].grad = distribute_tensor(p.grad, grid, [Shard(0)])
-        return made
-
-    ours = muon.Muon([(f"m{i}", p) for i, p in enumerate(sharded())])
-    repeat = peers.RepeatMuon(sharded(), muon.orthogonalize)
-    return measure({"nova": ours.step, "repeat": repeat.step}, rounds, 0, dist.barrier)
-
-
 def case_muon(report: Report, options):
     """One process against torch.optim.Muon; two processes against every rank repeating the work."""
-    lists = [(4, 16, 32)] if options.tiny else [(24, 256, 1024), (192, 32, 128), (12, 1024, 1024)]
-    for n, rows, columns in lists:
-        times = measure(muon_pair(n, rows, columns), options.rounds, options.seconds, clock=options.clock)
+    alone = [(4, 16, 32)] if options.tiny else [(24, 256, 1024), (192, 32, 128), (12, 1024, 1024)]
+    together = alone if options.tiny else [(16, 256, 896), (24, 256, 1024), (12, 1024, 1024)]
+    for n, *shape in alone:
+        times = measure(muon_steps([shape] * n), options.rounds, options.seconds, clock=options.clock)
         for peer in ("torch.optim.Muon", "seed"):
-            report.row(compare(f"muon/{n}x{rows}x{columns}", times, "nova", peer, 0, "s"))
-    for n, rows, columns in (
-        lists[:1] if options.tiny else [(16, 256, 896), (24, 256, 1024), (12, 1024, 1024)]
-    ):
-        ranks = on_ranks(muon_on_ranks, 2, 300, shapes=(n, rows, columns), rounds=options.rounds)
+            report.row(compare(f"muon/{n}x{shape[0]}x{shape[1]}", times, "nova", peer, 0, "s"))
+    for n, *shape in together:
+        ranks = on_ranks(muon_on_ranks, 2, 300, shapes=[shape] * n, rounds=options.rounds)
         slowest = {k: [max(pair) for pair in zip(*(r[k] for r in ranks), strict=True)] for k in ranks[0]}
-        report.row(compare(f"muon/2ranks/{n}x{rows}x{columns}", slowest, "nova", "repeat", 0, "s"))
+        report.row(compare(f"muon/2ranks/{n}x{shape[0]}x{shape[1]}", slowest, "nova", "repeat", 0, "s"))
 
 
 # --- data ---------------------------------------------------------------------------------------------------
@@ -268,12 +235,10 @@ def case_data(report: Report, options):
         times = measure(loaders, options.rounds, options.seconds)
         for peer in list(loaders)[1:]:
             report.row(compare("data/loader", times, "nova", peer, batch * context, "tok/s"))
-        before = resident()
-        for _ in range(50 if options.tiny else 10_000):
+        before, batches = resident(), 50 if options.tiny else 10_000
+        for _ in range(batches):
             stream.next_batch(batch)
-        report.fact(
-            "data/memory", batches=50 if options.tiny else 10_000, grown_MiB=(resident() - before) / 2**20
-        )
+        report.fact("data/memory", batches=batches, grown_MiB=(resident() - before) / 2**20)
 
 
 def resident() -> int:
@@ -326,7 +291,7 @@ def case_checkpoint(report: Report, options):
 
 # --- startup ------------------------------------------------------------------------------------------------
 
-IMPORTS = "numpy torch torchao.float8 bitsandbytes huggingface_hub model muon data store".split()
+IMPORTS = "sys numpy torch torchao.float8 bitsandbytes huggingface_hub model muon data store".split()
 
 
 def until(pattern: str, command: list[str], deadline: float = 300) -> float:
@@ -368,9 +333,7 @@ def case_startup(report: Report, options):
         for peer in ("nanogpt", "seed-imports"):
             report.row(compare("startup/first-step", times, "nova", peer, 0, "s"))
     code = "import {}; print('imported')"
-    imports = {
-        m: partial(until, "^imported", [sys.executable, "-c", code.format(m)]) for m in ("sys", *IMPORTS)
-    }
+    imports = {m: partial(until, "^imported", [sys.executable, "-c", code.format(m)]) for m in IMPORTS}
     times = measure(imports, min(3, options.rounds), 0)
     report.fact("startup/imports", **{f"{m}_s": statistics.median(t) for m, t in times.items()})
 
@@ -378,53 +341,38 @@ def case_startup(report: Report, options):
 # --- scale --------------------------------------------------------------------------------------------------
 
 
-def ranks_step(rank, world, size, rounds):
-    """Seconds of an optimizer step on `world` ranks, each with its own micro-batch."""
-    trainer = NovaTrainer(nova_settings(size))
-    x, y = batch_of(size, seed=rank)
-
-    def step():
-        trainer.micro(x, y)
-        trainer.update(0.01)
-
-    return measure({"step": step}, rounds, 0, dist.barrier)["step"]
-
-
 def case_scale(report: Report, options):
     """How cost grows: the exponent of seconds per step between neighbours, beside that of the FLOPs; bytes likewise."""
-    import model
-
-    base = (
-        dict(SIZES["tiny"])
-        if options.tiny
-        else dict(vocab=4096, d=256, layers=4, heads=4, context=256, batch=4)
-    )
-    sweeps = {"layers": (2, 4, 8), "d": (128, 256, 512), "context": (128, 256, 512), "batch": (2, 4, 8)}
     if options.tiny:
-        sweeps = {"layers": (1, 2)}
+        base, sweeps = dict(SIZES["tiny"]), {"layers": (1, 2)}
+    else:
+        base = dict(vocab=4096, d=256, layers=4, heads=4, context=256, batch=4)
+        sweeps = {"layers": (2, 4, 8), "d": (128, 256, 512), "context": (128, 256, 512), "batch": (2, 4, 8)}
     for axis, values in sweeps.items():
         trainers, steps = {}, {}
         for value in values:
             size = {**base, axis: value}
             if axis == "d":
                 size["heads"] = value // 64
-            trainers[value] = trainer = NovaTrainer(nova_settings(size))
-            steps[value] = partial(trainer.micro, *batch_of(size))
+            trainers[value] = NovaTrainer(nova_settings(size))
+            steps[value] = partial(trainers[value].micro, *batch_of(size))
         times = measure(steps, options.rounds, options.seconds, clock=options.clock)
-        rows = []
+        last = None
         for value, trainer in trainers.items():
-            tokens = (base["batch"] if axis != "batch" else value) * trainer.settings.max_len
-            rows.append((
-                value, statistics.median(times[value]), tokens * model.flops_per_token(trainer.settings, trainer.settings.max_len),
-                peak_bytes(steps[value]), tokens,
-            ))  # fmt: skip
-        for i, (value, seconds, _, peak, tokens) in enumerate(rows):
-            facts = {axis: value, "tok/s": tokens / seconds, "ms": 1e3 * seconds, "peak_MiB": peak / 2**20}
-            if i:
-                names = ("time_exponent", "flops_exponent", "bytes_exponent")
-                log = math.log(value / rows[i - 1][0])
-                facts |= {n: math.log(rows[i][j] / rows[i - 1][j]) / log for j, n in enumerate(names, 1)}
+            s = trainer.settings
+            tokens, seconds = s.micro_batch * s.max_len, statistics.median(times[value])
+            costs = {"time": seconds, "flops": tokens * trainer.flops, "bytes": peak_bytes(steps[value])}
+            facts = {
+                axis: value,
+                "tok/s": tokens / seconds,
+                "ms": 1e3 * seconds,
+                "peak_MiB": costs["bytes"] / 2**20,
+            }
+            if last:
+                log = math.log(value / last[0])
+                facts |= {f"{k}_exponent": math.log(costs[k] / last[1][k]) / log for k in costs}
             report.fact(f"scale/{axis}", **facts)
+            last = value, costs
     alone = on_ranks(ranks_step, 1, 300, size=base, rounds=options.rounds)[0]
     both = [max(t) for t in zip(*on_ranks(ranks_step, 2, 300, size=base, rounds=options.rounds), strict=True)]
     a, b = statistics.median(alone), statistics.median(both)
@@ -446,21 +394,16 @@ def facts_now() -> dict[str, float]:
     trainer = NovaTrainer(nova_settings(SIZES["0.8M"]))
     x, y = batch_of(SIZES["0.8M"])
     pair = {name: peak_bytes(f) for name, f in loss_pair(512, 64, 8192, 128).items()}
-    modules = subprocess.run(
-        [sys.executable, "-c", "import sys, train_nova; print(*sys.modules)"],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
+    listing = [sys.executable, "-c", "import sys, train_nova; print(*sys.modules)"]
+    modules = subprocess.run(listing, cwd=HERE, capture_output=True, text=True).stdout.split()
+    late = {"torchao", "bitsandbytes", "huggingface_hub"}
     return {
         "parameters 12M": model.count_params(settings)["total"],
         "FLOPs per token 12M": model.flops_per_token(settings, size["context"]),
         "peak bytes of the chunked loss over the whole one's": pair["chunked"] / pair["whole"],
         "peak bytes of a step 0.8M": peak_bytes(lambda: trainer.micro(x, y)),
         "modules imported by train_nova": len(modules),
-        "of them torchao, bitsandbytes, huggingface_hub": len(
-            {"torchao", "bitsandbytes", "huggingface_hub"} & {m.split(".")[0] for m in modules}
-        ),
+        "of them torchao, bitsandbytes, huggingface_hub": len(late & {m.split(".")[0] for m in modules}),
     }
 
 
@@ -468,8 +411,8 @@ def ratios_now(rounds: int = 5) -> dict[str, float]:
     """Ratios that are far from 1 or steady, best of the rounds against best of the rounds; larger is better for Nova.
     Both sides compute in the same dtype, since CPUs differ in what bf16 gains; the clock counts this process alone."""
     size, batch = SIZES["0.8M"], batch_of(SIZES["0.8M"])
-    small = measure(muon_pair(96, 32, 128), rounds, 0.05, clock="cpu")
-    large = measure(muon_pair(8, 256, 1024), rounds, 0.05, clock="cpu")
+    small = measure(muon_steps([(32, 128)] * 96), rounds, 0.05, clock="cpu")
+    large = measure(muon_steps([(256, 1024)] * 8), rounds, 0.05, clock="cpu")
     loss = measure(loss_pair(512, 64, 16384, 128), rounds, 0.05, clock="cpu")
     trainers = contenders(size, False, "diff")
     names = ("nova", "nova-fp32", "nanogpt-fp32", "seed-bf16")
@@ -537,60 +480,55 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "cases", nargs="*", metavar="case", help=f"{', '.join(CASES)}; none: all; quality needs --text"
+    option, words = parser.add_argument, f"{', '.join(CASES)}, gpu"
+    option("cases", nargs="*", metavar="case", help=f"{words}; none: all but gpu; quality needs --text")
+    option("--json", action="store_true", help="one JSON object a line")
+    option("--check", action="store_true", help="compare with the stored baseline; 1 if worse")
+    option("--update", action="store_true", help="with --check: store the baseline anew")
+    option("--clock", choices=["wall", "cpu"], default="wall", help="cpu: on a busy machine, one thread")
+    option("--rounds", type=int, default=5, help="repetitions of each contender")
+    option("--minutes", type=float, default=8.0, help="gpu: no case begins after this")
+    option("--sizes", nargs="*", choices=list(SIZES), help="train: 0.8M 12M; quality: 0.8M")
+    option("--threads", type=int, nargs="*", default=[1, 2], help="train: CPU threads")
+    option("--attention", default="diff", choices=["diff", "diff_v2", "standard"])
+    option(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train: compiled too; gpu: compiled",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--gpu", action="store_true", help="the script for one H200, see gpu.py")
-    parser.add_argument("--minutes", type=float, default=8.0, help="--gpu: no case begins after this")
-    parser.add_argument("--check", action="store_true", help="compare with the stored baseline; 1 if worse")
-    parser.add_argument("--update", action="store_true", help="with --check: store the baseline anew")
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: on a busy machine, one thread"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each contender")
-    parser.add_argument("--sizes", nargs="*", choices=list(SIZES), help="train: 0.8M 12M; quality: 0.8M")
-    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="train: CPU threads")
-    parser.add_argument("--attention", default="diff", choices=["diff", "diff_v2", "standard"])
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="train: compiled too"
-    )
-    parser.add_argument("--text", help="quality: a text file")
-    parser.add_argument("--steps", type=int, default=2000, help="quality: optimizer steps")
-    parser.add_argument("--seeds", type=int, default=1, help="quality: repetitions")
-    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="quality: of Nova")
-    parser.add_argument("--muon_lr", type=float, default=6e-3, help="quality")
-    parser.add_argument("--lr", type=float, default=3e-3, help="quality: AdamW's rate in Nova")
-    parser.add_argument("--tiny", action="store_true", help="toy shapes: does it run? figures mean nothing")
+    option("--text", help="quality: a text file")
+    option("--steps", type=int, default=2000, help="quality: optimizer steps")
+    option("--seeds", type=int, default=1, help="quality: repetitions")
+    option("--tiny", action="store_true", help="toy shapes: does it run? figures mean nothing")
     options = parser.parse_args(argv)
     options.seconds = 0.0 if options.tiny else 0.2  # that one measurement fills, by repeating short work
-    if unknown := set(options.cases) - set(CASES):
-        parser.error(f"no case {min(unknown)!r}; there are {', '.join(CASES)}")
+    if unknown := set(options.cases) - {*CASES, "gpu"}:
+        parser.error(f"no case {min(unknown)!r}; there are {words}")
     torch.set_num_threads(1)
     had_group = dist.is_initialized()
     try:
-        return dispatch(options)
+        return check_baseline(options.update) if options.check else run(options)
     finally:
         if dist.is_initialized() and not had_group:
             dist.destroy_process_group()
 
 
-def dispatch(options) -> int:
-    if options.check:
-        return check_baseline(options.update)
-    report = Report(options.json)
-    if options.gpu:
-        from . import gpu
-
-        return gpu.run(report, options)
-    sizes = options.sizes
-    if not options.tiny:
+def run(options) -> int:
+    """The cases, one after the other; 1 if one of `gpu` failed."""
+    report, sizes, failed = Report(options.json), options.sizes, 0
+    if not options.tiny and options.cases != ["gpu"]:
         environment(report, options.clock)
     for name in options.cases or [c for c in CASES if c != "quality" or options.text]:
+        if name == "gpu":
+            from . import gpu
+
+            failed |= gpu.run(report, options)
+            continue
         default = ["tiny"] if options.tiny else ["0.8M"] if name == "quality" else ["0.8M", "12M"]
         options.sizes = sizes or default
         CASES[name](report, options)
-    return 0
+    return failed
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""python -m bench --gpu: what one H200 does with full-width blocks, in at most 8 minutes, and what that says about eight of them.
+"""python -m bench gpu: what one H200 does with full-width blocks, in at most 8 minutes, and what that says about eight of them.
 
 Full width (d 4096, ffn 14,336, 32/8 heads, T 2048), few layers: two depths of each configuration give the cost of a block
 as a slope, free of embedding, head and launch overhead. Every case prints as soon as it is done, is skipped when the time
 left is short, and survives a failing or out-of-memory case, so that a run cut short still counts. Most important first.
 
-    python -m bench --gpu [--minutes 8]           # configurations run one after the other, repetitions inside each
-    python -m bench --gpu --tiny --no-compile     # the same script on a CPU with toy shapes: does it run?
+    python -m bench gpu [--minutes 8]           # configurations run one after the other, repetitions inside each
+    python -m bench gpu --tiny --no-compile     # the same script on a CPU with toy shapes: does it run?
 
 Peers of a configuration are its own variants: the same blocks in bf16. `extrapolate` is labelled as such: measured
 compute of one GPU, the traffic that plan.py computes for 8 (nothing here ran NCCL).
@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import plan
+from kernels import choose_attention
 from settings import load_settings
 
-from .tools import NovaTrainer, Report, batch_of, compare, nova_settings
+from .tools import NovaTrainer, Report, batch_of, compare, loss_pair, measure, muon_steps, nova_settings
 
 FULL = dict(vocab=65536, d=4096, heads=32, kv=8, ffn=14336, context=2048, batch=4, depth=35, layers=(2, 6))
 TOY = dict(vocab=64, d=64, heads=4, kv=2, ffn=96, context=32, batch=2, depth=5, layers=(1, 2))
@@ -78,16 +79,7 @@ class Device:
 
     def time(self, function, rounds: int | None = None) -> list[float]:
         """Seconds of each of `rounds` calls, after two that warm up."""
-        for _ in range(2):
-            function()
-        self.sync()
-        times = []
-        for _ in range(rounds or self.rounds):
-            begin = time.perf_counter()
-            function()
-            self.sync()
-            times.append(time.perf_counter() - begin)
-        return times
+        return measure({"alone": function}, rounds or self.rounds, 0, self.sync)["alone"]
 
 
 def settings_for(device: Device, layers: int, batch: int | None = None, **changes):
@@ -103,10 +95,8 @@ def step_of(device: Device, layers: int, batch: int | None = None, **changes) ->
     device.clean()
     settings = settings_for(device, layers, batch, **changes)
     trainer = NovaTrainer(settings, device.type)
-    x, y = (
-        t.to(device.type)
-        for t in batch_of(dict(vocab=settings.vocab_size), settings.micro_batch, settings.max_len)
-    )
+    batch = batch_of(dict(vocab=settings.vocab_size), settings.micro_batch, settings.max_len)
+    x, y = (t.to(device.type) for t in batch)
     begin = time.perf_counter()
     trainer.micro(x, y)  # compiles
     device.sync()
@@ -142,13 +132,11 @@ def case_environment(report: Report, device: Device, found: dict):
 
 def case_attention(report: Report, device: Device, found: dict):
     """Which kernel each form gets, and forward plus backward of every kernel at the shapes of each form."""
-    from kernels import attention as backends
-
     s = device.size
     hd = s["d"] // s["heads"]
     for form in ("diff", "diff_v2", "standard"):
         settings, lines = settings_for(device, 1, attention=form), []
-        backends.choose_attention(settings, torch.device(device.type), lines.append)
+        choose_attention(settings, torch.device(device.type), lines.append)
         report.fact("gpu/attention", form=form, chosen=lines[-1] if lines else "unknown")
     # query heads, kv heads, channels of q and k (of them useful), channels of v, calls per layer
     shapes = {
@@ -157,10 +145,9 @@ def case_attention(report: Report, device: Device, found: dict):
         "diff,one_call": (2 * s["heads"], 2 * s["kv"], hd // 2, hd // 2, hd, 1),
         "diff_v2": (2 * s["heads"], s["kv"], hd, hd, hd, 1),
     }
-    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    kinds["efficient"] = SDPBackend.EFFICIENT_ATTENTION
     for form, (heads, kv, qk, useful_qk, vd, calls) in shapes.items():
-        for kind, backend in kinds.items():
+        for kind in ("flash", "cudnn", "efficient"):
+            backend = SDPBackend.__members__[f"{kind.upper()}_ATTENTION"]
             q, k, v = (
                 torch.randn(s["batch"], h, s["context"], c, device=device.type).bfloat16().requires_grad_()
                 for h, c in ((heads, qk), (kv, qk), (kv, vd))
@@ -260,34 +247,12 @@ def case_depth(report: Report, device: Device, found: dict):
 
 def case_muon(report: Report, device: Device, found: dict):
     """The matrices of one layer: Nova's Muon against torch.optim.Muon, and AdamW on the same for scale."""
-    import muon
-
-    device.clean()
     s = device.size
-    hd = s["d"] // s["heads"]
-    shapes = [
-        ((s["heads"] + 2 * s["kv"]) * hd, s["d"]),
-        (s["d"], s["d"]),
-        (s["ffn"], s["d"]),
-        (s["ffn"], s["d"]),
-    ]
-    shapes.append((s["d"], s["ffn"]))
-
-    def parameters():
-        made = [torch.nn.Parameter(torch.randn(shape, device=device.type)) for shape in shapes]
-        for p in made:
-            p.grad = torch.randn_like(p)
-        return made
-
+    hd, d, ffn = s["d"] // s["heads"], s["d"], s["ffn"]
+    shapes = [((s["heads"] + 2 * s["kv"]) * hd, d), (d, d), (ffn, d), (ffn, d), (d, ffn)]
     blocks = {"m0": tuple(h * hd for h in (s["heads"], s["kv"], s["kv"]))}
-    ours = muon.Muon([(f"m{i}", p) for i, p in enumerate(parameters())], row_blocks=blocks)
-    theirs = torch.optim.Muon(parameters(), adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.AdamW(parameters(), fused=True)
-    times = {
-        "nova": device.time(ours.step),
-        "torch.optim.Muon": device.time(theirs.step),
-        "adamw": device.time(adam.step),
-    }
+    steps = muon_steps(shapes, device.type, blocks)
+    times = {name: device.time(step) for name, step in steps.items()}
     work = 5 * sum(4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3 for m, n in shapes)
     seconds = statistics.median(times["nova"])
     facts = dict(TF=work / seconds / 1e12, full_depth_on_8_ms=1e3 * seconds * s["depth"] / 8)
@@ -297,26 +262,12 @@ def case_muon(report: Report, device: Device, found: dict):
 
 def case_loss(report: Report, device: Device, found: dict):
     """The loss head at the run's shape: chunked against whole logits."""
-    from model import SoftcapCrossEntropy
-
-    device.clean()
     s = device.size
-    n, d, vocab = s["batch"] * s["context"], s["d"], s["vocab"]
-    x = torch.randn(n, d, device=device.type).bfloat16().requires_grad_()
-    w = (0.02 * torch.randn(vocab, d, device=device.type)).bfloat16().requires_grad_()
-    y = torch.randint(vocab, (n,), device=device.type)
-
-    def chunked():
-        torch.autograd.grad(SoftcapCrossEntropy.apply(x, w, y, vocab, 50.0, 0.0, 2048)[0], (x, w))
-
-    def whole():
-        logits = 50.0 * torch.tanh(F.linear(x, w).float() / 50.0)
-        torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), (x, w))
-
-    times, peaks = {}, {}
-    for name, function in (("chunked", chunked), ("whole", whole)):
+    pair, times, peaks = loss_pair(s["batch"] * s["context"], s["d"], s["vocab"], 2048, device.type), {}, {}
+    device.clean()
+    before = device.peak()
+    for name, function in pair.items():
         device.clean()
-        before = device.peak()
         times[name] = device.time(function)
         peaks[f"{name}_GiB"] = (device.peak() - before) / 2**30
     report.row(compare("gpu/loss", times, "chunked", "whole", 0, "s", **peaks))
@@ -353,7 +304,7 @@ def run(report: Report, options) -> int:
     """All cases, each printed at once; 1 if any failed."""
     device = Device(options, options.minutes)
     if device.type == "cpu" and not options.tiny:
-        report.fact("gpu", skipped="no_GPU_here;_a_dry_run:_python_-m_bench_--gpu_--tiny")
+        report.fact("gpu", skipped="no_GPU_here;_a_dry_run:_python_-m_bench_gpu_--tiny")
         return 1
     found, failures = {}, 0
     for case in CASES:

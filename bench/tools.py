@@ -2,16 +2,17 @@
 
 import json
 import math
-import multiprocessing
 import os
+import re
 import statistics
 import tempfile
 import time
-import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from settings import Settings, assign, check
@@ -33,31 +34,26 @@ SIZES = {
 
 @dataclass
 class Row:
-    """One comparison. `ours`, `peer`: (name, value); ratio > 1 where ours is ahead; `facts`: more figures."""
+    """One comparison. Ratio > 1 where ours is ahead; `facts`: more figures."""
 
     case: str
-    ours: tuple[str, float]
-    peer: tuple[str, float]
+    ours: str
+    peer: str
+    ours_value: float
+    peer_value: float
     unit: str
     ratio: float
     spread: float
     n: int
-    facts: dict = field(default_factory=dict)
+    facts: dict
 
     @property
     def verdict(self) -> str:
-        if not math.isfinite(self.ratio):
+        if not 0 < self.ratio < math.inf:
             return "not reached"
-        return (
-            "inconclusive" if abs(self.ratio - 1) <= self.spread else "ahead" if self.ratio > 1 else "behind"
-        )
-
-    def as_dict(self) -> dict:
-        return {
-            "case": self.case, "ours": self.ours[0], "peer": self.peer[0], "ours_value": self.ours[1],
-            "peer_value": self.peer[1], "unit": self.unit, "ratio": self.ratio, "spread": self.spread, "n": self.n,
-            "verdict": self.verdict, **self.facts,
-        }  # fmt: skip
+        if abs(self.ratio - 1) <= self.spread:
+            return "inconclusive"
+        return "ahead" if self.ratio > 1 else "behind"
 
 
 class Report:
@@ -68,12 +64,15 @@ class Report:
 
     def row(self, row: Row):
         self.rows.append(row)
-        d = row.as_dict()
-        head = (
-            f"{d['case']:22} {d['ours']}={short(d['ours_value'])}{d['unit']} "
-            f"{d['peer']}={short(d['peer_value'])}{d['unit']} ratio={d['ratio']:.3f} spread={d['spread']:.2f} n={d['n']}"
+        values = {
+            f: getattr(row, f)
+            for f in "case ours peer ours_value peer_value unit ratio spread n verdict".split()
+        }
+        text = (
+            f"{row.case:22} {row.ours}={short(row.ours_value)}{row.unit} {row.peer}={short(row.peer_value)}{row.unit} "
+            f"ratio={row.ratio:.3f} spread={row.spread:.2f} n={row.n} {pairs(row.facts)} {row.verdict}"
         )
-        self.line(d, " ".join([head, pairs(row.facts), row.verdict]))
+        self.line(values | row.facts, text)
 
     def fact(self, case: str, **facts):
         """A line without a comparison."""
@@ -128,20 +127,14 @@ def measure(
 def compare(case: str, times: dict, ours: str, peer: str, work: float, unit: str, **facts) -> Row:
     """A Row from `measure`'s seconds; a contender's value is work / median seconds, or the seconds where work is 0."""
     ratios = sorted(p / o for o, p in zip(times[ours], times[peer], strict=True))
-    value = {
-        n: work / statistics.median(times[n]) if work else statistics.median(times[n]) for n in (ours, peer)
-    }
-    best = {n: work / min(times[n]) if work else min(times[n]) for n in (ours, peer)}
-    facts = {"best": f"{short(best[ours])}/{short(best[peer])}", **facts}
-    ratio = statistics.median(ratios)
-    return Row(
-        case, (ours, value[ours]), (peer, value[peer]), unit, ratio, spread(ratios), len(ratios), facts
-    )
+    seconds = {name: statistics.median(times[name]) for name in (ours, peer)}
+    a, b = (work / seconds[name] if work else seconds[name] for name in (ours, peer))
+    return Row(case, ours, peer, a, b, unit, statistics.median(ratios), spread(ratios), len(ratios), facts)
 
 
 def spread(values: list[float]) -> float:
     """10-90 % range over the median. One value has no known spread: infinite, so that its row is inconclusive."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
+    if len(values) < 2 or not all(0 < v < math.inf for v in values):
         return math.inf
     tenths = statistics.quantiles(values, n=10, method="inclusive")
     return (tenths[-1] - tenths[0]) / statistics.median(values)
@@ -170,17 +163,10 @@ def matmul_peak(dtype, n: int = 2048, clock: str = "wall") -> float:
 
 def environment(report: Report, clock: str):
     """The machine, once a run: figures of different machines are not comparable."""
-    cpu = "unknown"
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            info = dict(line.split(":", 1) for line in f.read().split("\n\n")[0].splitlines() if ":" in line)
-        info = {k.strip(): v.strip() for k, v in info.items()}
-        wanted = ("avx512f", "avx512_bf16", "amx_bf16")
-        cpu = (
-            info.get("model name", cpu)
-            + " "
-            + "+".join(f for f in wanted if f in info.get("flags", "").split())
-        )
+    with open("/proc/cpuinfo") as f:
+        info = dict(re.findall(r"^(model name|flags)\s*: (.*)$", f.read(), re.M))
+    units = [u for u in ("avx512f", "avx512_bf16", "amx_bf16") if u in info.get("flags", "").split()]
+    cpu = f"{info.get('model name', 'unknown')} {'+'.join(units)}"
     report.fact(
         "env", cpu=cpu, cores=os.cpu_count(), torch=torch.__version__, load=round(os.getloadavg()[0], 2),
         peak_fp32_GF=matmul_peak(torch.float32, clock=clock) / 1e9, peak_bf16_GF=matmul_peak(torch.bfloat16, clock=clock) / 1e9, clock=clock,
@@ -286,34 +272,20 @@ def batch_of(size: dict, batch=None, context=None, seed=0):
 
 
 def on_ranks(function, world: int, deadline: float, **arguments) -> list:
-    """[function(rank, world, **arguments) of every rank], in `world` new gloo processes of one thread each."""
-    context = multiprocessing.get_context("spawn")
-    queue, folder = context.Queue(), tempfile.mkdtemp()
-    start = (queue, os.path.join(folder, "store"), function, world, arguments)
-    processes = [context.Process(target=_rank, args=(r, *start), daemon=True) for r in range(world)]
-    for process in processes:
-        process.start()
-    try:
-        answers = dict(queue.get(timeout=deadline) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-    failures = [a for a in answers.values() if isinstance(a, str)]
-    if failures:
-        raise RuntimeError(failures[0])
-    return [answers[rank] for rank in range(world)]
+    """[function(rank, world, **arguments) of every rank], in `world` new gloo processes of one thread each. Raises with the
+    traceback of a rank that fails; a collective fails after `deadline` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank, (world, folder, deadline, function, arguments), world)
+        return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world)]
 
 
-def _rank(rank, queue, store, function, world, arguments):
+def _rank(rank, world, folder, deadline, function, arguments):
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-        queue.put((rank, function(rank, world, **arguments)))
-        dist.barrier()
-    except BaseException:
-        queue.put((rank, traceback.format_exc()))
+    store, timeout = dist.FileStore(os.path.join(folder, "store"), world), timedelta(seconds=deadline)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    torch.save(function(rank, world, **arguments), os.path.join(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # --- contenders ---------------------------------------------------------------------------------------------
@@ -338,14 +310,14 @@ def contenders(size: dict, compiled: bool, attention: str) -> dict:
     return made
 
 
-def loss_pair(tokens: int, d: int, vocab: int, chunk: int):
+def loss_pair(tokens: int, d: int, vocab: int, chunk: int, device="cpu"):
     """{"chunked": Nova's loss, "whole": the same loss with whole logits}, each forward and backward on bf16 inputs."""
     from model import SoftcapCrossEntropy
 
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, d, generator=generator).bfloat16().requires_grad_()
-    weight = (0.02 * torch.randn(vocab, d, generator=generator)).bfloat16().requires_grad_()
-    targets = torch.randint(vocab, (tokens,), generator=generator)
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(tokens, d, generator=generator, device=device).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, d, generator=generator, device=device).mul(0.02).bfloat16().requires_grad_()
+    targets = torch.randint(vocab, (tokens,), generator=generator, device=device)
 
     def chunked():
         x.grad = weight.grad = None
@@ -353,33 +325,69 @@ def loss_pair(tokens: int, d: int, vocab: int, chunk: int):
 
     def whole():
         x.grad = weight.grad = None
-        logits = torch.nn.functional.linear(x, weight).float()
-        logits = 50.0 * torch.tanh(logits / 50.0)
+        logits = 50.0 * torch.tanh(torch.nn.functional.linear(x, weight).float() / 50.0)
         torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
 
     return {"chunked": chunked, "whole": whole}
 
 
-def matrices(n: int, rows: int, columns: int):
-    """n parameters (rows, columns) with gradients."""
-    generator = torch.Generator().manual_seed(0)
-    made = [torch.nn.Parameter(torch.randn(rows, columns, generator=generator)) for _ in range(n)]
+def matrices(shapes, device="cpu"):
+    """Parameters of these shapes, with gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+    made = [torch.nn.Parameter(torch.randn(*s, generator=generator, device=device)) for s in shapes]
     for p in made:
-        p.grad = torch.randn(rows, columns, generator=generator)
+        p.grad = torch.randn(*p.shape, generator=generator, device=device)
     return made
 
 
-def muon_pair(n: int, rows: int, columns: int):
-    """Optimizer steps over one list of matrices: Nova's Muon, torch's, the seed's."""
+def muon_steps(shapes, device="cpu", row_blocks=None):
+    """Optimizer steps over one list of matrices: Nova's Muon, torch's, the seed's, and AdamW for scale."""
     import muon
 
-    ours = muon.Muon([(f"m{i}", p) for i, p in enumerate(matrices(n, rows, columns))])
-    theirs = torch.optim.Muon(matrices(n, rows, columns), adjust_lr_fn="match_rms_adamw")
+    def made():
+        return matrices(shapes, device)
+
     return {
-        "nova": ours.step,
-        "torch.optim.Muon": theirs.step,
-        "seed": peers.SeedMuon(matrices(n, rows, columns)).step,
+        "nova": muon.Muon([(f"m{i}", p) for i, p in enumerate(made())], row_blocks=row_blocks).step,
+        "torch.optim.Muon": torch.optim.Muon(made(), adjust_lr_fn="match_rms_adamw").step,
+        "seed": peers.SeedMuon(made()).step,
+        "adamw": torch.optim.AdamW(made(), fused=True).step,
     }
+
+
+# What runs on ranks stands here: a new process imports it by name, and `__main__` is not imported there.
+
+
+def muon_on_ranks(rank, world, shapes, rounds):
+    """On every rank: seconds of a step of sharded Muon, and of every rank repeating all matrices."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import muon
+
+    grid = mesh()
+
+    def sharded():
+        made = []
+        for p in matrices(shapes):
+            made.append(torch.nn.Parameter(distribute_tensor(p.data, grid, [Shard(0)])))
+            made[-1].grad = distribute_tensor(p.grad, grid, [Shard(0)])
+        return made
+
+    ours = muon.Muon([(f"m{i}", p) for i, p in enumerate(sharded())])
+    repeat = peers.RepeatMuon(sharded(), muon.orthogonalize)
+    return measure({"nova": ours.step, "repeat": repeat.step}, rounds, 0, dist.barrier)
+
+
+def ranks_step(rank, world, size, rounds):
+    """Seconds of an optimizer step on `world` ranks, each with its own micro-batch."""
+    trainer = NovaTrainer(nova_settings(size))
+    x, y = batch_of(size, seed=rank)
+
+    def step():
+        trainer.micro(x, y)
+        trainer.update(0.01)
+
+    return measure({"step": step}, rounds, 0, dist.barrier)["step"]
 
 
 def characters(path: str):

@@ -12,7 +12,7 @@ d_model, n_layers, n_heads, n_kv_heads, ffn_hidden, max_len = 4096, 35, 32, 8, 1
 tie_embeddings = True
 
 # float8: published gains on an 8B model are +10 % (rowwise) and +25 % (tensorwise with float8 all-gather, which Nova
-# does not use). "auto" uses it on sm_90 and newer. `bench.py --gpu` measures whether it pays on the machine at hand.
+# does not use). "auto" uses it on sm_90 and newer. `python -m bench gpu` measures whether it pays on the machine at hand.
 use_fp8, fp8_recipe = "auto", "rowwise"
 adamw = "8bit"  # saves 0.4 GB per GPU against fp32
 

@@ -6,6 +6,8 @@ Nothing here is timed: clocks are replaced, or figures of toy shapes are only lo
 import json
 import math
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -120,7 +122,7 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
     slow = [1, 1, 3, 3, 3]
     row = bench_tools.compare("x", {"ours": slow, "peer": [2 * t for t in slow]}, "ours", "peer", 6, "tok/s")
     assert row.ratio == 2 and row.spread == 0 and row.verdict == "ahead"
-    assert row.ours == ("ours", 2.0) and row.peer == ("peer", 1.0)  # 6 tokens in the median 3 s, and in 6 s
+    assert (row.ours_value, row.peer_value) == (2.0, 1.0)  # 6 tokens in the median 3 s, and in 6 s
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,7 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
         ([1.1, 1.1, 1.0, 1.3, 1.1], "inconclusive"),  # ahead in the median, but its spread reaches 1
         ([3.0], "inconclusive"),  # one repetition has no known spread
         ([math.inf] * 3, "not reached"),
+        ([0.0] * 3, "not reached"),
     ],
 )
 def test_verdicts(peer, verdict):
@@ -208,6 +211,17 @@ def test_startup_runs(capsys):
     assert [r["case"] for r in rows] == ["startup/first-step", "startup/first-step", "startup/imports"]
 
 
+@pytest.mark.slow
+def test_cases_of_two_ranks_run_as_a_user_starts_them():
+    """New processes import what they run by name, which works from `python -m bench` too; a rank's error is told."""
+    command = [sys.executable, "-m", "bench", "muon", "scale", "--tiny", "--json", "--rounds=2"]
+    done = subprocess.run(command, cwd=bench.HERE, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert {"muon/2ranks/4x16x32", "scale/ranks"} <= {r["case"] for r in rows_of(done.stdout)}
+    with pytest.raises(Exception, match="no_such_argument"):
+        bench_tools.on_ranks(bench_tools.ranks_step, 1, 60, no_such_argument=1)
+
+
 def test_quality_runs_on_a_text(tmp_path, capsys):
     """A character vocabulary of the text; both curves fall; rows for the final loss and the time to reach the peer's."""
     path = tmp_path / "text.txt"
@@ -251,7 +265,7 @@ def test_gpu_script_runs_dry(configurations, capsys, monkeypatch):
     """The whole script for the GPU on toy shapes: every case prints, none fails, the extrapolation says what it is."""
     chosen = {name: bench_gpu.CONFIGURATIONS[name] for name in configurations}
     monkeypatch.setattr(bench_gpu, "CONFIGURATIONS", chosen)
-    assert bench.main(["--gpu", "--tiny", "--json", "--rounds=1"]) == 0
+    assert bench.main(["gpu", "--tiny", "--json", "--rounds=1"]) == 0
     rows = rows_of(capsys.readouterr().out)
     assert not [r for r in rows if r.get("failed") or r.get("skipped")]
     assert {r["case"] for r in rows} == {
@@ -267,14 +281,14 @@ def test_gpu_script_survives_a_failing_configuration(capsys, monkeypatch):
     broken = {"broken": dict(use_fp8="on", use_compile="never"), "bf16": {}}
     monkeypatch.setattr(bench_gpu, "CONFIGURATIONS", broken)
     monkeypatch.setattr(bench_gpu, "CASES", (bench_gpu.case_blocks, bench_gpu.case_extrapolate))
-    assert bench.main(["--gpu", "--tiny", "--json", "--rounds=1"]) == 0
+    assert bench.main(["gpu", "--tiny", "--json", "--rounds=1"]) == 0
     rows = rows_of(capsys.readouterr().out)
     assert "use_compile" in rows[0]["failed"] and rows[1]["configuration"] == "bf16"
 
 
 def test_gpu_script_begins_no_case_out_of_time(capsys):
     """With the minutes used up, every case is a line that says so, and the script ends well."""
-    assert bench.main(["--gpu", "--tiny", "--json", "--minutes=0"]) == 0
+    assert bench.main(["gpu", "--tiny", "--json", "--minutes=0"]) == 0
     rows = rows_of(capsys.readouterr().out)
     assert all(r["skipped"] == "out_of_time" for r in rows[:-1]) and rows[-1]["case"] == "gpu/done"
 
