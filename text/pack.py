@@ -23,7 +23,9 @@ import sys
 
 import numpy as np
 
-from .shards import DataError, FolderSource, Shard, check_domains, is_val, os_reason, permutation
+from .mixture import check_domains
+from .shards import DataError, Shard, os_reason, permutation
+from .source import FolderSource, is_val
 from .tokenizer import Tokenizer
 
 PIECE = 1 << 20  # bytes of a document that are tokenised at once: bounds the memory
@@ -90,7 +92,10 @@ class Documents:
     def pieces(self, i: int, start: int, stop: int):
         """The text of one document, as bytes, in pieces that end at a line where possible."""
         if self.is_jsonl(i):
-            yield self.json_text(i, start, stop)
+            text = json_text(self.read(i, start, stop), self.field)
+            if isinstance(text, str):
+                raise self.first_bad_line(i)
+            yield text
             return
         while start < stop:
             piece = self.read(i, start, min(start + PIECE, stop))
@@ -105,24 +110,13 @@ class Documents:
             yield piece
             start += len(piece)
 
-    def json_text(self, i: int, start: int, stop: int) -> bytes:
-        line = self.read(i, start, stop)
-
-        def where():
-            return f"{self.sources[i]} line {self.read(i, 0, start).count(10) + 1}"
-
-        if not line.strip():
-            return b""
-        try:
-            value = json.loads(line)
-        except ValueError as e:
-            raise DataError(f"{where()}: is not JSON ({e}): one JSON object a line is expected") from None
-        if not isinstance(value, dict) or not isinstance(value.get(self.field), str):
-            names = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise DataError(
-                f"{where()}: has no text in field {self.field!r} (has {names}): give --field=NAME"
-            )
-        return value[self.field].encode("utf-8", errors="replace")
+    def first_bad_line(self, i: int) -> DataError:
+        """Documents are met in another order than the file's: the first line that is bad is the one to name."""
+        with open(self.sources[i], "rb") as file:
+            for number, line in enumerate(file, 1):
+                if isinstance(why := json_text(line, self.field), str):
+                    return DataError(f"{self.sources[i]} line {number}: {why}")
+        return DataError(f"{self.sources[i]}: was changed while it was read")
 
     def split(self, share: float, seed, domain: str) -> tuple[np.ndarray, np.ndarray]:
         """(training, validation) tables of (source, start, stop, whole), shuffled. Whole documents are held out, unless
@@ -142,6 +136,20 @@ class Documents:
             val.append(table[-1])
             table, need = table[:-1], need - (stop - start)
         return table, np.array(val, int).reshape(-1, 4)
+
+
+def json_text(line: bytes, field: str) -> bytes | str:
+    """The text of one line of a .jsonl file as bytes, or a str that says what is wrong with the line."""
+    if not line.strip():
+        return b""
+    try:
+        value = json.loads(line)
+    except ValueError as e:
+        return f"is not JSON ({e}): one JSON object a line is expected"
+    if not isinstance(value, dict) or not isinstance(value.get(field), str):
+        names = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+        return f"has no text in field {field!r} (has {names}): give --field=NAME"
+    return value[field].encode("utf-8", errors="replace")
 
 
 def expand(pattern: str, domain: str) -> list[str]:
@@ -196,8 +204,9 @@ class Writer:
         return 0
 
 
-def pack_domain(out: str, domain: str, fill) -> dict:
-    """Let fill(folder) -> description write a domain's shards aside, then put them in place of the present ones."""
+def pack_domain(out: str, domain: str, fill, example: str = "") -> dict:
+    """Let fill(folder) -> description write a domain's shards aside, then put them in place of the present ones.
+    `example` is an input, for the error."""
     top = os.path.join(out, "data")
     work, old, final = (os.path.join(top, n) for n in (f".packing-{domain}", f".old-{domain}", domain))
     for left in (work, old):
@@ -207,11 +216,9 @@ def pack_domain(out: str, domain: str, fill) -> dict:
         about = fill(work)
         if not about["shards"]:
             why = (
-                "all is held out, nothing to train on"
-                if about["val_tokens"]
-                else "no text at all, nothing to pack"
+                "all is held out, nothing to train on" if about["val_tokens"] else "no text, nothing to pack"
             )
-            raise DataError(f"{domain}: {why}")
+            raise DataError(f"{domain}: {why} (of {example})")
         if os.path.isdir(final):
             os.rename(final, old)
         os.rename(work, final)
@@ -221,13 +228,25 @@ def pack_domain(out: str, domain: str, fill) -> dict:
     return about
 
 
+class Pair:
+    """The shards of a domain and its one held-out shard, which stays whole: numbered shards would be trained on."""
+
+    def __init__(self, folder: str, vocab_size: int, size: int):
+        self.train, self.val = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
+
+    def close(self, **about) -> dict:
+        held = self.val.flush(name="val.npy")
+        self.train.flush()
+        return {"tokens": self.train.tokens, "val_tokens": held, **about, "shards": self.train.shards}
+
+
 def pack_text(documents: Documents, domain, encode, eot, vocab_size, size, share, seed, progress):
     """fill() of pack_domain for text."""
 
     def fill(folder) -> dict:
         train, val = documents.split(share, seed, domain)
-        writer, held_out = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
-        for table, to in ((val, held_out), (train, writer)):
+        pair = Pair(folder, vocab_size, size)
+        for table, to in ((val, pair.val), (train, pair.train)):
             for i, start, stop, whole in table.tolist():
                 empty = True
                 for piece in documents.pieces(i, start, stop):
@@ -237,11 +256,8 @@ def pack_text(documents: Documents, domain, encode, eot, vocab_size, size, share
                 progress(stop - start)
                 if whole and not empty:
                     to.add([eot])
-        held = held_out.flush(name="val.npy")
-        writer.flush()
         documents.close()
-        count = len(documents.table)
-        return {"tokens": writer.tokens, "val_tokens": held, "documents": count, "shards": writer.shards}
+        return pair.close(documents=len(documents.table))
 
     return fill
 
@@ -268,9 +284,9 @@ def pack_bins(files: list, vocab_size, size, progress):
     """fill() of pack_domain for token files: copied in order; those named HELD_OUT become val.npy."""
 
     def fill(folder) -> dict:
-        writer, held_out = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
+        pair = Pair(folder, vocab_size, size)
         for path in files:
-            to = held_out if HELD_OUT.search(os.path.basename(path)) else writer
+            to = pair.val if HELD_OUT.search(os.path.basename(path)) else pair.train
             offset, n = read_bin(path)
             with open(path, "rb") as f:
                 f.seek(offset)
@@ -284,9 +300,7 @@ def pack_bins(files: list, vocab_size, size, progress):
                         )
                     to.add(ids)
                     progress(2 * len(ids))
-        held = held_out.flush(name="val.npy")
-        writer.flush()
-        return {"tokens": writer.tokens, "val_tokens": held, "shards": writer.shards}
+        return pair.close()
 
     return fill
 
@@ -347,25 +361,12 @@ def pack(out: str, inputs: list[str], options, log=print):
             meta["eot"] = 50256
     else:
         meta, encode = load_tokenizer(options.tokenizer, options.eot)
-    path = os.path.join(out, "metadata.json")
-    before = FolderSource(out).metadata() or {}
-    if before and not isinstance(before.get("domains"), dict):
-        raise DataError(f"{path}: was not made by pack: choose another OUT")
-    differing = [k for k in ("vocab_size", "tokenizer", "eot") if before and before.get(k) != meta[k]]
-    copy = os.path.join(out, "tokenizer.json")
-    if meta["tokenizer"] == "tokenizer.json" and os.path.exists(copy) and before:
-        differing += ["tokenizer.json"] * (file_hash(copy) != file_hash(options.tokenizer))
-    if differing:
-        raise DataError(f"{path}: was packed with another {', '.join(differing)}: choose another OUT")
-    for domain in wanted:
-        here = os.path.join(out, "data", domain)
-        if os.path.isdir(here) and os.listdir(here) and domain not in before.get("domains", {}):
-            raise DataError(f"{here}: holds files that pack did not make: choose another OUT or remove it")
+    path, copy = os.path.join(out, "metadata.json"), os.path.join(out, "tokenizer.json")
+    domains = present_domains(out, meta, options.tokenizer, wanted)
     try:
         os.makedirs(os.path.join(out, "data"), exist_ok=True)
         if meta["tokenizer"] == "tokenizer.json" and not os.path.exists(copy):
             shutil.copyfile(options.tokenizer, copy)
-        domains = dict(before.get("domains", {}))
         total = sum(os.path.getsize(f) for files in wanted.values() for f in files)
         with progress_bar(total, "pack") as bar:
             for domain, files in wanted.items():
@@ -376,13 +377,33 @@ def pack(out: str, inputs: list[str], options, log=print):
                         Documents(files, options.field), domain, encode, meta["eot"], meta["vocab_size"],
                         options.shard_tokens, options.val, options.seed, bar.update,
                     )  # fmt: skip
-                domains[domain] = pack_domain(out, domain, fill)
+                domains[domain] = pack_domain(out, domain, fill, files[0])
                 save_json(path, meta | {"domains": domains})
     except OSError as e:
         raise DataError(f"{e.filename or out}: {os_reason(e)}") from None
     for domain in wanted:
         log(f"{domain}: " + ", ".join(f"{v} {k}" for k, v in domains[domain].items()))
     log(f"train on it with --data={out} --domains={','.join(domains)}")
+
+
+def present_domains(out: str, meta: dict, tokenizer: str, wanted) -> dict:
+    """What metadata.json says of the domains in OUT, to which the wanted ones are added; they must fit together."""
+    path, copy = os.path.join(out, "metadata.json"), os.path.join(out, "tokenizer.json")
+    before = FolderSource(out).metadata() or {}
+    if before:
+        if not isinstance(before, dict) or not isinstance(before.get("domains"), dict):
+            raise DataError(f"{path}: was not made by pack: choose another OUT")
+        differing = [k for k in ("vocab_size", "tokenizer", "eot") if before.get(k) != meta[k]]
+        if meta["tokenizer"] == "tokenizer.json" and os.path.exists(copy):
+            differing += ["tokenizer.json"] * (file_hash(copy) != file_hash(tokenizer))
+        if differing:
+            raise DataError(f"{path}: was packed with another {', '.join(differing)}: choose another OUT")
+    domains = before.get("domains", {})
+    for domain in wanted:
+        here = os.path.join(out, "data", domain)
+        if os.path.isdir(here) and os.listdir(here) and domain not in domains:
+            raise DataError(f"{here}: holds files that pack did not make: choose another OUT or remove it")
+    return domains
 
 
 def file_hash(path: str) -> str:
@@ -416,25 +437,21 @@ def inspect(folder: str, log=print):
         if domain.startswith("."):
             continue
         names = list(source.list(domain))
-        tokens, rows, low, high, kinds, text = 0, 0, None, None, set(), ""
+        tokens, rows, lows, highs, kinds, text = 0, 0, [], [], set(), ""
         for name in names:
-            shard = Shard(os.path.join(folder, name), name, 1, vocab or 2**31)
+            path = os.path.join(folder, name)
+            shard = Shard(path, path, 1, vocab or 2**31)
             tokens, rows = tokens + shard.tokens, rows + shard.tokens // shard.row
             kinds.add(str(shard.dtype))
             for first in range(0, shard.tokens, PIECE):
-                n = min(PIECE, shard.tokens - first)
-                size = shard.dtype.itemsize
-                ids = np.frombuffer(os.pread(shard.fd, n * size, shard.offset + first * size), shard.dtype)
-                low, high = min(ids.min(), ids.max() if low is None else low), max(ids.max(), high or 0)
+                ids = shard.ids(first, min(PIECE, shard.tokens - first))
+                lows.append(ids.min())
+                highs.append(ids.max())
                 text = text or tokenizer.decode(ids[: min(shard.row, 200)])
-        held = sum(is_val(n) for n in names)
         log(
-            f"{domain}: {len(names)} shards ({held} held out), {rows} rows, {tokens:,} tokens, ids {low} to {high} "
-            f"({', '.join(sorted(kinds))})"
+            f"{domain}: {len(names)} shards ({sum(map(is_val, names))} held out), {rows} rows, {tokens:,} tokens, "
+            f"ids {min(lows)} to {max(highs)} ({', '.join(sorted(kinds))})"
         )
-        if vocab and (high >= vocab or low < 0):
-            bad = high if high >= vocab else low
-            raise DataError(f"{folder}: domain {domain} holds token id {bad}, outside vocab_size={vocab}")
         log(f"    {text!r}")
 
 
