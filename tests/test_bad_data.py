@@ -215,7 +215,7 @@ def shorter_than_one_sample(root):
     write(root, SHARD, np.arange(5, dtype="uint16"))
 
 
-@case("code", "one sample", "smaller max_len")
+@case("domain code", "data/code/000.npy", "one sample", "smaller max_len")
 def nothing_left_to_hold_out(root):
     for k in range(3):
         write(root, f"data/code/{k:03d}.npy", rows(k, 1, 9))
@@ -253,6 +253,13 @@ def id_in_a_single_line(root):
     array = np.arange(90, dtype="uint32")
     array[77] = 1 << 30
     write(root, SHARD, array)
+
+
+@case("shard_000.npy", "column 0", "token id 9999", "vocabulary of 257", domains=["code"])
+def another_vocabulary(root):
+    shutil.rmtree(f"{root}/data/code")
+    write(root, "data/code/shard_000.npy", np.full((20, 9), 9999, "uint16"))
+    meta(root, {"vocab_size": 257})
 
 
 # --- folders and domains -------------------------------------------------------------------------------------------
@@ -346,7 +353,7 @@ def text_instead_of_shards(root):
     put(root, "data/code/book.txt", b"Once upon a time")
 
 
-@case("named val", "nothing to train on")
+@case("domain code", "data/code/val0.npy", "named val", "nothing to train on")
 def only_validation_shards(root):
     for k in range(3):
         os.rename(f"{root}/data/code/{k:03d}.npy", f"{root}/data/code/val{k}.npy")
@@ -438,17 +445,49 @@ def test_bad_input_is_named_with_its_cure(name, tmp_path):
     assert not os.path.exists("/tmp/nova-was-here")
 
 
+IN_A_SHARD = {
+    n: [text for text in expected if ".npy" in text or text.startswith(("row", "token id", "vocabulary"))]
+    for n, (_, expected, _) in CASES.items()
+    if expected[0] in (SHARD, "shard_000.npy") and n != "shorter_than_one_sample"
+}
+
+
+@pytest.mark.parametrize("name", IN_A_SHARD)
+def test_inspect_names_the_shard_and_the_row_as_the_run_does(name, tmp_path, capsys):
+    """Whoever meets a bad shard: its file and, where an id is bad, the row, the column, the id and the vocabulary."""
+    CASES[name][0](dataset(tmp_path))
+    assert pack.main(["inspect", str(tmp_path)]) == 65
+    message = capsys.readouterr().err
+    assert message.startswith(f"data.py inspect: {tmp_path}/data/code/") and len(IN_A_SHARD) > 30
+    for text in IN_A_SHARD[name]:
+        assert text in message
+
+
+def test_a_real_run_names_the_shard_of_another_vocabulary(tmp_path):
+    another_vocabulary(dataset(tmp_path / "tokens"))
+    arguments = [
+        "config/quickstart.py", f"--data={tmp_path}/tokens", "--domains=['code']", "--max_len=8",
+        f"--out_dir={tmp_path}/out", "--val_rows=3", "--eval_rows=3", "--final_eval_rows=3",
+    ]  # fmt: skip
+    command = [sys.executable, "train_nova.py", *arguments]
+    done = subprocess.run(command, cwd=conftest.ROOT, capture_output=True, text=True)
+    told = done.stdout + done.stderr
+    assert done.returncode == 65, told
+    for text in ("data/code/shard_000.npy", "row 18 column 0", "token id 9999", "vocabulary of 257"):
+        assert text in told
+
+
 def test_there_are_at_least_forty_and_the_good_dataset_is_good(tmp_path):
-    assert len(CASES) >= 40
+    assert len(CASES) >= 60
     Crew(settings(dataset(tmp_path))).run(range(12))
 
 
 def test_a_shard_that_shrinks_while_open_is_named(tmp_path):
-    """With mmap this would be a SIGBUS."""
+    """With mmap this would be a SIGBUS. The row is named."""
     crew = Crew(settings(dataset(tmp_path, shards=(60,)), domains=["code"]))
     crew.run(range(1), n=1)
     os.truncate(f"{tmp_path}/data/code/000.npy", 300)
-    with pytest.raises(data.DataError, match="000.npy: short read at row .* shrank.*rename"):
+    with pytest.raises(data.DataError, match=r"000.npy: short read at row \d+: .* shrank.*rename"):
         crew.run(range(1, 3))
 
 
@@ -486,6 +525,8 @@ PACK = {
         ["code=good.jsonl", "--field=content"],
         ("good.jsonl line 1", "'content'", "has text, id", "--field"),
     ),
+    "jsonl_later": (["code=later.jsonl"], ("later.jsonl line 3", "not JSON")),
+    "jsonl_first": (["code=first.jsonl"], ("first.jsonl line 1:", "'text'", "has id")),
     "jsonl_list": (["code=list.jsonl"], ("list.jsonl line 1", "list")),
     "bins_and_text": (["code=a.bin", "math=a.txt"], (".bin", "apart from text")),
     "bin_without_vocabulary": (["code=a.bin"], ("--vocab_size",)),
@@ -496,23 +537,27 @@ PACK = {
     ),
     "bin_odd": (["code=odd.bin", "--vocab_size=100"], ("odd.bin", "truncated")),
     "no_tokenizer": (["code=a.txt", "--tokenizer=none.json"], ("none.json", "no such file")),
-    "nothing_in_it": (["code=empty.txt"], ("code", "nothing to pack")),
+    "nothing_in_it": (["code=empty.txt"], ("code", "empty.txt", "nothing to pack")),
+    "all_held_out": (["code=val.bin", "--vocab_size=500"], ("code", "val.bin", "nothing to train on")),
     "val_share": (["code=a.txt", "--val=0.9"], ("--val", "0.5")),
 }
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", PACK)
-def test_bad_text_is_named_with_its_cure(name, tmp_path, monkeypatch, capsys):
+def test_bad_text_is_named_with_its_cure(name, seed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for file, content in {
         "a.txt": b"hello\n", "zero.txt": b"hello\0world", "a.gz": b"x", "a.parquet": b"x", "empty.txt": b"",
         "bad.jsonl": b'{"text": "a"}\n{"text": \n', "good.jsonl": b'{"text": "a", "id": 1}\n', "list.jsonl": b"[1]\n",
-        "a.bin": np.arange(500, dtype="uint16").tobytes(), "odd.bin": b"abc",
+        "first.jsonl": b'{"id": 1}\n{"text": "a"}\n' + b'{"id": 3}\n' * 9,
+        "later.jsonl": b'{"text": "a"}\n\n{"text": \n' + b"[1]\n" * 9,
+        "a.bin": np.arange(500, dtype="uint16").tobytes(), "odd.bin": b"abc", "val.bin": np.arange(500, dtype="uint16").tobytes(),
         "modded.bin": np.array([20240520, 1, 100] + [0] * 253, "int32").tobytes() + b"\0" * 76,
     }.items():  # fmt: skip
         put(tmp_path, file, content)
     arguments, expected = PACK[name]
-    assert pack.main(["pack", "OUT", *arguments]) == 65
+    assert pack.main(["pack", "OUT", *arguments, f"--seed={seed}"]) == 65
     message = capsys.readouterr().err
     for text in expected:
         assert text in message

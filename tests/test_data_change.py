@@ -216,7 +216,7 @@ def test_held_out_rows_are_read_at_the_start_and_replaced_by_new_ones(place):
         place.put("data/code/val.npy", array)
         with pytest.raises((data.DataError, hub.HubError), match=f"code/val.npy.*{CURE}"):
             place.crew(1, state)
-    with pytest.raises(data.DataError, match=r"domain code: .* add one named val\*.npy"):
+    with pytest.raises(data.DataError, match=r"domain code: .*data/code/000.npy: add one named val\*.npy"):
         place.crew(1, state, allow_change=["data"])
     place.put("data/code/val_new.npy", rows(810, 5, 9))
     crew = place.crew(2, state, allow_change=["data"])

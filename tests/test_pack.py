@@ -140,7 +140,7 @@ def test_one_gigabyte_packs_below_two_gigabytes_of_memory(tmp_path):
             f.write(line)
         for i in range(2_500_000):
             g.write(b'{"text": "document %d: %s"}\n' % (i, b"x" * 175))
-    code = "import resource,sys,pack; r=pack.main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(r)"
+    code = "import resource,sys; from text import pack; r=pack.main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(r)"
     command = [
         sys.executable,
         "-c",
@@ -260,7 +260,10 @@ def test_inspect_says_what_is_there(tmp_path, capsys):
     array[5] = 999
     np.save(f"{tmp_path}/out/data/math/00000.npy", array)
     assert pack.main(["inspect", str(tmp_path / "out")]) == 65
-    assert "math holds token id 999, outside vocab_size=257" in capsys.readouterr().err
+    assert (
+        "data/math/00000.npy: row 0 column 5 holds token id 999, outside the vocabulary of 257"
+        in capsys.readouterr().err
+    )
     assert pack.main(["inspect", str(tmp_path / "nothing")]) == 65
 
 

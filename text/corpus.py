@@ -89,8 +89,7 @@ def make(folder: str, log):
     os.chmod(work, 0o755)
     try:
         domains, total = {}, 0
-        recipe = {"code": code, "general": general, "math": mathematics, "reasoning": reasoning}
-        for domain, texts in recipe.items():
+        for domain, texts in RECIPE.items():
             unique = list(dict.fromkeys(t.strip() for t in texts()))
             documents = pack.Documents([t.encode("utf-8", errors="replace") for t in unique])
             _, encode = pack.load_tokenizer("bytes", None)
@@ -123,10 +122,6 @@ def python_files(top: str):
                 yield f.read().decode("utf-8", errors="replace").replace("\0", "")
 
 
-def code() -> list[str]:
-    return list(python_files(sysconfig.get_paths()["stdlib"]))
-
-
 def docstrings(package: str) -> list[str]:
     """The documentation inside a package: its triple-quoted texts that hold at least a sentence."""
     spec = importlib.util.find_spec(package)
@@ -141,13 +136,8 @@ def docstrings(package: str) -> list[str]:
 def general() -> list[str]:
     from pydoc_data.topics import topics
 
-    return [topics[k] for k in sorted(topics)] + [
-        t for p in ("torch", "numpy", "networkx") for t in docstrings(p)
-    ]
-
-
-def mathematics() -> list[str]:
-    return docstrings("sympy")
+    written = [docstrings(package) for package in ("torch", "numpy", "networkx")]
+    return [topics[k] for k in sorted(topics)] + sum(written, [])
 
 
 # --- generated worked steps --------------------------------------------------------------------------------------
@@ -233,16 +223,11 @@ def ranking(r) -> str:
 def syllogism(r) -> str:
     a, b, c = r.sample("blickets florps wugs daxes zibs mips toves borogoves raths gleebs".split(), 3)
     name, yes = r.choice(NAMES), r.random() < 0.5
-    if yes:
-        return (
-            f"Question: All {a} are {b}. All {b} are {c}. {name} has one of the {a}. Is it one of the {c}?\n"
-            f"It is one of the {a}, and all {a} are {b}: so it is one of the {b}.\n"
-            f"All {b} are {c}: so it is one of the {c}.\nAnswer: yes"
-        )
+    rule = f"All {b} are {c}" if yes else f"No {b} are {c}"
     return (
-        f"Question: All {a} are {b}. No {b} are {c}. {name} has one of the {a}. Is it one of the {c}?\n"
+        f"Question: All {a} are {b}. {rule}. {name} has one of the {a}. Is it one of the {c}?\n"
         f"It is one of the {a}, and all {a} are {b}: so it is one of the {b}.\n"
-        f"No {b} are {c}: so it is not one of the {c}.\nAnswer: no"
+        f"{rule}: so it is {'' if yes else 'not '}one of the {c}.\nAnswer: {'yes' if yes else 'no'}"
     )
 
 
@@ -274,3 +259,11 @@ def reasoning() -> list[str]:
         texts.append(KINDS[len(texts) % len(KINDS)](r))
         size += len(texts[-1]) + 1
     return texts
+
+
+RECIPE = {
+    "code": lambda: python_files(sysconfig.get_paths()["stdlib"]),
+    "general": general,
+    "math": lambda: docstrings("sympy"),
+    "reasoning": reasoning,
+}

@@ -34,9 +34,8 @@ MAX_VAL = 1 << 24  # bytes: enough for any evaluation
 WHOLE = sys.maxsize  # tokens of the one held-out shard
 # in a file's name: nanoGPT's val.bin, modded-nanogpt's fineweb_val_….bin
 HELD_OUT = re.compile(r"(^|[_-])val([_.-]|$)")
-MODDED_MAGIC = (
-    20240520  # first int32 of llm.c's and modded-nanogpt's .bin files; then version, tokens, 253 more
-)
+# first int32 of llm.c's and modded-nanogpt's .bin files; then version, tokens, 253 more
+MODDED_MAGIC = 20240520
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>")
 
 
@@ -181,27 +180,24 @@ class Writer:
         self.parts, self.held, self.shards, self.tokens = [], 0, 0, 0
 
     def add(self, ids):
-        part = np.asarray(ids).astype(self.dtype)
-        self.parts.append(part)
-        self.held += len(part)
-        if self.held > self.size * 3 // 2:
-            self.flush(self.size)
+        self.parts.append(np.asarray(ids).astype(self.dtype))
+        self.held += len(self.parts[-1])
+        while self.held > self.size * 3 // 2:
+            self.write(self.size)
 
-    def flush(self, n: int | None = None, name: str | None = None) -> int:
-        """Write the first n tokens that are held, or all; how many."""
-        while self.held:
-            line = np.concatenate(self.parts)
-            part = line[: n or len(line)]
-            with open(os.path.join(self.folder, name or f"{self.shards:05d}.npy"), "wb") as f:
-                np.save(f, part)
-                f.flush()
-                os.fsync(f.fileno())
-            self.parts, self.held = [line[len(part) :].copy()], len(line) - len(part)
-            if not name:
-                self.shards, self.tokens = self.shards + 1, self.tokens + len(part)
-            if n is None or self.held <= self.size * 3 // 2:
-                return len(part)
-        return 0
+    def write(self, n: int, name: str | None = None):
+        """The first n tokens that are held become a shard."""
+        line = np.concatenate(self.parts)
+        with open(os.path.join(self.folder, name or f"{self.shards:05d}.npy"), "wb") as f:
+            np.save(f, line[:n])
+            f.flush()
+            os.fsync(f.fileno())
+        self.parts, self.held = [line[n:].copy()], len(line) - n
+        self.shards, self.tokens = self.shards + 1, self.tokens + n
+
+    def close(self, name: str | None = None):
+        if self.held:
+            self.write(self.held, name)
 
 
 def pack_domain(out: str, domain: str, fill, example: str = "") -> dict:
@@ -235,9 +231,10 @@ class Pair:
         self.train, self.val = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
 
     def close(self, **about) -> dict:
-        held = self.val.flush(name="val.npy")
-        self.train.flush()
-        return {"tokens": self.train.tokens, "val_tokens": held, **about, "shards": self.train.shards}
+        self.val.close("val.npy")
+        self.train.close()
+        counts = {"tokens": self.train.tokens, "val_tokens": self.val.tokens}
+        return counts | about | {"shards": self.train.shards}
 
 
 def pack_text(documents: Documents, domain, encode, eot, vocab_size, size, share, seed, progress):
