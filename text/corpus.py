@@ -94,8 +94,10 @@ def make(folder: str, log):
             documents = pack.Documents([t.encode("utf-8", errors="replace") for t in unique])
             _, encode = pack.load_tokenizer("bytes", None)
             size, share = pack.SHARD_TOKENS, 0.02
-            fill = pack.pack_text(documents, domain, encode, 256, 257, size, share, 0, lambda n: None)
-            domains[domain] = pack.pack_domain(work, domain, fill)
+            with pack.replacing(work, domain, "python") as part:
+                domains[domain] = pack.pack_text(
+                    part, documents, domain, encode, 256, 257, size, share, 0, lambda n: None
+                )
             total += domains[domain]["tokens"]
         domains["reasoning"]["source"] = "generated worked steps: synthetic"
         meta = {"vocab_size": 257, "tokenizer": "bytes", "eot": 256, "python": platform.python_version()}

@@ -13,6 +13,7 @@ same command again gives the same bytes.
 """
 
 import argparse
+import contextlib
 import glob
 import hashlib
 import json
@@ -200,30 +201,6 @@ class Writer:
             self.write(self.held, name)
 
 
-def pack_domain(out: str, domain: str, fill, example: str = "") -> dict:
-    """Let fill(folder) -> description write a domain's shards aside, then put them in place of the present ones.
-    `example` is an input, for the error."""
-    top = os.path.join(out, "data")
-    work, old, final = (os.path.join(top, n) for n in (f".packing-{domain}", f".old-{domain}", domain))
-    for left in (work, old):
-        shutil.rmtree(left, ignore_errors=True)
-    os.makedirs(work)
-    try:
-        about = fill(work)
-        if not about["shards"]:
-            why = (
-                "all is held out, nothing to train on" if about["val_tokens"] else "no text, nothing to pack"
-            )
-            raise DataError(f"{domain}: {why} (of {example})")
-        if os.path.isdir(final):
-            os.rename(final, old)
-        os.rename(work, final)
-    finally:
-        for left in (work, old):
-            shutil.rmtree(left, ignore_errors=True)
-    return about
-
-
 class Pair:
     """The shards of a domain and its one held-out shard, which stays whole: numbered shards would be trained on."""
 
@@ -231,32 +208,52 @@ class Pair:
         self.train, self.val = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
 
     def close(self, **about) -> dict:
+        """What was written, for metadata.json."""
         self.val.close("val.npy")
         self.train.close()
         counts = {"tokens": self.train.tokens, "val_tokens": self.val.tokens}
         return counts | about | {"shards": self.train.shards}
 
 
-def pack_text(documents: Documents, domain, encode, eot, vocab_size, size, share, seed, progress):
-    """fill() of pack_domain for text."""
+@contextlib.contextmanager
+def replacing(out: str, domain: str, source: str):
+    """A folder for a domain's shards, made from `source` and the like. They take the place of the present ones at the
+    end, if nothing was raised."""
+    top = os.path.join(out, "data")
+    work, old, final = (os.path.join(top, n) for n in (f".packing-{domain}", f".old-{domain}", domain))
+    for left in (work, old):
+        shutil.rmtree(left, ignore_errors=True)
+    os.makedirs(work)
+    try:
+        yield work
+        written = os.listdir(work)
+        if all(map(is_val, written)):
+            why = "all is held out, nothing to train on" if written else "no text at all, nothing to pack"
+            raise DataError(f"{domain}={source}: {why}")
+        if os.path.isdir(final):
+            os.rename(final, old)
+        os.rename(work, final)
+    finally:
+        for left in (work, old):
+            shutil.rmtree(left, ignore_errors=True)
 
-    def fill(folder) -> dict:
-        train, val = documents.split(share, seed, domain)
-        pair = Pair(folder, vocab_size, size)
-        for table, to in ((val, pair.val), (train, pair.train)):
-            for i, start, stop, whole in table.tolist():
-                empty = True
-                for piece in documents.pieces(i, start, stop):
-                    if piece:
-                        to.add(encode(piece, documents.sources[i]))
-                        empty = False
-                progress(stop - start)
-                if whole and not empty:
-                    to.add([eot])
-        documents.close()
-        return pair.close(documents=len(documents.table))
 
-    return fill
+def pack_text(folder, documents, domain, encode, eot, vocab_size, size, share, seed, progress) -> dict:
+    """Text -> the shards of one domain, and what metadata.json says of them."""
+    train, val = documents.split(share, seed, domain)
+    pair = Pair(folder, vocab_size, size)
+    for table, to in ((val, pair.val), (train, pair.train)):
+        for i, start, stop, whole in table.tolist():
+            empty = True
+            for piece in documents.pieces(i, start, stop):
+                if piece:
+                    to.add(encode(piece, documents.sources[i]))
+                    empty = False
+            progress(stop - start)
+            if whole and not empty:
+                to.add([eot])
+    documents.close()
+    return pair.close(documents=len(documents.table))
 
 
 def read_bin(path: str) -> tuple[int, int]:
@@ -277,29 +274,25 @@ def read_bin(path: str) -> tuple[int, int]:
     return offset, n
 
 
-def pack_bins(files: list, vocab_size, size, progress):
-    """fill() of pack_domain for token files: copied in order; those named HELD_OUT become val.npy."""
-
-    def fill(folder) -> dict:
-        pair = Pair(folder, vocab_size, size)
-        for path in files:
-            to = pair.val if HELD_OUT.search(os.path.basename(path)) else pair.train
-            offset, n = read_bin(path)
-            with open(path, "rb") as f:
-                f.seek(offset)
-                for first in range(0, n, PIECE):
-                    ids = np.fromfile(f, "<u2", min(PIECE, n - first))
-                    if ids.max() >= vocab_size:
-                        at = int((ids >= vocab_size).argmax())
-                        raise DataError(
-                            f"{path}: token {first + at} has id {ids[at]}, outside --vocab_size={vocab_size}: give "
-                            "the tokenizer's size (GPT-2: 50257)"
-                        )
-                    to.add(ids)
-                    progress(2 * len(ids))
-        return pair.close()
-
-    return fill
+def pack_bins(folder, files: list, vocab_size, size, progress) -> dict:
+    """Token files, copied in order, -> the shards of one domain; those named HELD_OUT become val.npy."""
+    pair = Pair(folder, vocab_size, size)
+    for path in files:
+        to = pair.val if HELD_OUT.search(os.path.basename(path)) else pair.train
+        offset, n = read_bin(path)
+        with open(path, "rb") as f:
+            f.seek(offset)
+            for first in range(0, n, PIECE):
+                ids = np.fromfile(f, "<u2", min(PIECE, n - first))
+                if ids.max() >= vocab_size:
+                    at = int((ids >= vocab_size).argmax())
+                    raise DataError(
+                        f"{path}: token {first + at} has id {ids[at]}, outside --vocab_size={vocab_size}: give "
+                        "the tokenizer's size (GPT-2: 50257)"
+                    )
+                to.add(ids)
+                progress(2 * len(ids))
+    return pair.close()
 
 
 def save_json(path: str, value):
@@ -367,14 +360,15 @@ def pack(out: str, inputs: list[str], options, log=print):
         total = sum(os.path.getsize(f) for files in wanted.values() for f in files)
         with progress_bar(total, "pack") as bar:
             for domain, files in wanted.items():
-                if encode is None:
-                    fill = pack_bins(files, meta["vocab_size"], options.shard_tokens, bar.update)
-                else:
-                    fill = pack_text(
-                        Documents(files, options.field), domain, encode, meta["eot"], meta["vocab_size"],
-                        options.shard_tokens, options.val, options.seed, bar.update,
-                    )  # fmt: skip
-                domains[domain] = pack_domain(out, domain, fill, files[0])
+                size, vocab = options.shard_tokens, meta["vocab_size"]
+                with replacing(out, domain, files[0]) as folder:
+                    if encode is None:
+                        domains[domain] = pack_bins(folder, files, vocab, size, bar.update)
+                    else:
+                        domains[domain] = pack_text(
+                            folder, Documents(files, options.field), domain, encode, meta["eot"], vocab, size, options.val,
+                            options.seed, bar.update,
+                        )  # fmt: skip
                 save_json(path, meta | {"domains": domains})
     except OSError as e:
         raise DataError(f"{e.filename or out}: {os_reason(e)}") from None
