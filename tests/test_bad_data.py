@@ -53,91 +53,86 @@ def npy_bytes(array, **options) -> bytes:
     return f.getvalue()
 
 
+def zipped() -> bytes:
+    f = io.BytesIO()
+    with zipfile.ZipFile(f, "w") as z:
+        z.writestr("a.npy", "x")
+    return f.getvalue()
+
+
 def header(text: str) -> bytes:
     """A .npy file of 80 bytes of data whose header is this text."""
     line = text.encode() + b" " * (118 - len(text)) + b"\n"
     return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line + b"\0" * 80
 
 
-# --- files that are no shards --------------------------------------------------------------------------------------
+def changed(array, place, value):
+    array[place] = value
+    return array
 
 
-@case(SHARD, "web page", "fetch it again")
-def html_saved_as_npy(root):
-    put(root, SHARD, b"<!DOCTYPE html><html><body>Log in to continue</body></html>")
+NINE = rows(0, 9, 9)
+WRONG_SHARDS = {  # what SHARD holds, and what the message must hold beside its name
+    # files that are no shards
+    "html_saved_as_npy": (b"<!DOCTYPE html><html><body>Log in to continue</body></html>", "web page", "fetch it again"),
+    "empty_file": (b"", "0 bytes", "again"),
+    "lfs_pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\n", "Git LFS pointer", "git lfs pull"),
+    "npz": (zipped(), "zip archive", "numpy.save"),
+    "gzipped": (gzip.compress(npy_bytes(NINE)), "gzip", "decompress"),
+    "plain_pickle": (pickle.dumps([1, 2, 3]), "pickle", "never loaded"),
+    "pickled_object_array": (
+        npy_bytes(np.array([[1, 2], [3, "x"]], dtype=object), allow_pickle=True), "pickled Python objects", "integer array",
+    ),
+    "raw_tokens": (np.arange(500, dtype="uint16").tobytes(), "not a .npy file", "numpy.save"),
+    "truncated_in_the_header": (npy_bytes(NINE)[:30], "header", "again"),
+    "a_header_that_is_no_dictionary": (header("[1, 2, 3]"), "Header is not a dictionary", "numpy.save"),
+    "a_header_that_is_code": (header("__import__('os').system('touch /tmp/nova-was-here')"), "numpy.save"),
+    "a_negative_shape": (
+        header("{'descr': '<u2', 'fortran_order': False, 'shape': (-4, -10), }"), "shape", "numpy.save",
+    ),
+    "npy_of_another_version": (b"\x93NUMPY\x09\x00" + npy_bytes(NINE)[8:], "format (9, 0)", "numpy.save"),
+    "truncated": (npy_bytes(NINE)[:-5], "truncated", "fetch or pack it again"),
+    "trailing_bytes": (npy_bytes(NINE) + b"garbage", "7 trailing bytes", "again"),
+    # arrays that are no tokens
+    "floats": (NINE.astype("float32"), "float32", "astype"),
+    "booleans": (NINE > 5, "bool", "astype"),
+    "complex_numbers": (NINE.astype("complex64"), "complex", "astype"),
+    "strings": (np.array([["a", "b"], ["c", "d"]]), "<U1", "astype"),
+    "records": (np.zeros(20, dtype=[("ids", "<u2")]), "('ids', '<u2')", "astype"),
+    "fortran_order": (np.asfortranarray(NINE), "Fortran order", "ascontiguousarray"),
+    "three_dimensions": (rows(0, 18, 9).reshape(2, 9, 9), "3-D", "(2, 9, 9)", "reshape"),
+    "a_scalar": (np.array(7), "0-D", "reshape"),
+    "no_rows": (rows(0, 0, 9), "no row", "(0, 9)", "pack it again"),
+    "rows_of_nothing": (np.zeros((9, 0), "uint16"), "no row", "(9, 0)"),
+    "a_column": (np.zeros((50, 1), "uint16"), "(50, 1)", "reshape(-1)"),
+    "shorter_than_one_sample": (np.arange(5, dtype="uint16"), "holds 5 tokens", "max_len=8", "pack more text"),
+    # ids
+    "negative_id": (changed(rows(0, 9, 9, "int32"), (3, 8), -1), "row 3 column 8", "token id -1"),
+    "id_beyond_int64": (
+        changed(rows(0, 9, 9, "uint64"), (0, 7), 2**64 - 1), "row 0 column 7", "token id 18446744073709551615",
+    ),
+    "id_in_a_single_line": (
+        changed(np.arange(90, dtype="uint32"), 77, 1 << 30), "row 0 column 77", "token id 1073741824",
+    ),
+}  # fmt: skip
+WRONG_METADATA = {
+    "metadata_is_not_json": (b"{vocab_size: 257", "not JSON", "pack again"),
+    "metadata_is_a_list": ([257], "a list", "vocab_size"),
+    "metadata_without_vocab_size": ({"n_vocab": 257}, "no vocab_size", "n_vocab", "add it"),
+    "vocab_size_as_text": ({"vocab_size": "257"}, "vocab_size='257'", "integer"),
+    "vocab_size_negative": ({"vocab_size": -5}, "vocab_size=-5", "integer"),
+    "vocab_size_as_boolean": ({"vocab_size": True}, "vocab_size=True", "integer"),
+    "eot_outside_the_vocabulary": ({"vocab_size": 257, "eot": 300}, "eot=300", "below vocab_size=257"),
+    "bytes_with_too_few_ids": ({"vocab_size": 65, "tokenizer": "bytes"}, "tokenizer 'bytes'", "at least 256, not 65"),
+}  # fmt: skip
+for name, (content, *expected) in WRONG_SHARDS.items():
+    place = put if isinstance(content, bytes) else write
+    CASES[name] = (lambda root, place=place, c=content: place(root, SHARD, c), (SHARD, *expected), {})
+for name, (content, *expected) in WRONG_METADATA.items():
+    CASES[name] = (lambda root, c=content: meta(root, c), ("metadata.json", *expected), {})
 
 
-@case(SHARD, "0 bytes", "again")
-def empty_file(root):
-    put(root, SHARD, b"")
-
-
-@case(SHARD, "Git LFS pointer", "git lfs pull")
-def lfs_pointer(root):
-    put(root, SHARD, b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 12345\n")
-
-
-@case(SHARD, "zip archive", "numpy.save")
-def npz(root):
-    f = io.BytesIO()
-    with zipfile.ZipFile(f, "w") as z:
-        z.writestr("a.npy", "x")
-    put(root, SHARD, f.getvalue())
-
-
-@case(SHARD, "gzip", "decompress")
-def gzipped(root):
-    put(root, SHARD, gzip.compress(npy_bytes(rows(0, 9, 9))))
-
-
-@case(SHARD, "pickle", "never loaded")
-def plain_pickle(root):
-    put(root, SHARD, pickle.dumps([1, 2, 3]))
-
-
-@case(SHARD, "pickled Python objects", "integer array")
-def pickled_object_array(root):
-    put(root, SHARD, npy_bytes(np.array([[1, 2], [3, "x"]], dtype=object), allow_pickle=True))
-
-
-@case(SHARD, "not a .npy file", "numpy.save")
-def raw_tokens(root):
-    put(root, SHARD, np.arange(500, dtype="uint16").tobytes())
-
-
-@case(SHARD, "header", "again")
-def truncated_in_the_header(root):
-    put(root, SHARD, npy_bytes(rows(0, 9, 9))[:30])
-
-
-@case(SHARD, "Header is not a dictionary", "numpy.save")
-def a_header_that_is_no_dictionary(root):
-    put(root, SHARD, header("[1, 2, 3]"))
-
-
-@case(SHARD, "numpy.save")
-def a_header_that_is_code(root):
-    put(root, SHARD, header("__import__('os').system('touch /tmp/nova-was-here')"))
-
-
-@case(SHARD, "shape", "numpy.save")
-def a_negative_shape(root):
-    put(root, SHARD, header("{'descr': '<u2', 'fortran_order': False, 'shape': (-4, -10), }"))
-
-
-@case(SHARD, "format (9, 0)", "numpy.save")
-def npy_of_another_version(root):
-    put(root, SHARD, b"\x93NUMPY\x09\x00" + npy_bytes(rows(0, 9, 9))[8:])
-
-
-@case(SHARD, "truncated", "fetch or pack it again")
-def truncated(root):
-    put(root, SHARD, npy_bytes(rows(0, 9, 9))[:-5])
-
-
-@case(SHARD, "7 trailing bytes", "again")
-def trailing_bytes(root):
-    put(root, SHARD, npy_bytes(rows(0, 9, 9)) + b"garbage")
+# --- more than one file ---------------------------------------------------------------------------------------------
 
 
 @case(SHARD, "is a folder", "rename")
@@ -150,69 +145,6 @@ def a_folder_named_npy(root):
 def a_dangling_link(root):
     os.unlink(f"{root}/{SHARD}")
     os.symlink("/nowhere/else.npy", f"{root}/{SHARD}")
-
-
-# --- arrays that are no tokens -------------------------------------------------------------------------------------
-
-
-@case(SHARD, "float32", "astype")
-def floats(root):
-    write(root, SHARD, rows(0, 9, 9).astype("float32"))
-
-
-@case(SHARD, "bool", "astype")
-def booleans(root):
-    write(root, SHARD, rows(0, 9, 9) > 5)
-
-
-@case(SHARD, "complex", "astype")
-def complex_numbers(root):
-    write(root, SHARD, rows(0, 9, 9).astype("complex64"))
-
-
-@case(SHARD, "<U1", "astype")
-def strings(root):
-    write(root, SHARD, np.array([["a", "b"], ["c", "d"]]))
-
-
-@case(SHARD, "('ids', '<u2')", "astype")
-def records(root):
-    write(root, SHARD, np.zeros(20, dtype=[("ids", "<u2")]))
-
-
-@case(SHARD, "Fortran order", "ascontiguousarray")
-def fortran_order(root):
-    write(root, SHARD, np.asfortranarray(rows(0, 9, 9)))
-
-
-@case(SHARD, "3-D", "(2, 9, 9)", "reshape")
-def three_dimensions(root):
-    write(root, SHARD, rows(0, 18, 9).reshape(2, 9, 9))
-
-
-@case(SHARD, "0-D", "reshape")
-def a_scalar(root):
-    write(root, SHARD, np.array(7))
-
-
-@case(SHARD, "no row", "(0, 9)", "pack it again")
-def no_rows(root):
-    write(root, SHARD, rows(0, 0, 9))
-
-
-@case(SHARD, "no row", "(9, 0)")
-def rows_of_nothing(root):
-    write(root, SHARD, np.zeros((9, 0), "uint16"))
-
-
-@case(SHARD, "(50, 1)", "reshape(-1)")
-def a_column(root):
-    write(root, SHARD, np.zeros((50, 1), "uint16"))
-
-
-@case(SHARD, "holds 5 tokens", "max_len=8", "pack more text")
-def shorter_than_one_sample(root):
-    write(root, SHARD, np.arange(5, dtype="uint16"))
 
 
 @case("domain code", "data/code/000.npy", "one sample", "smaller max_len")
@@ -232,27 +164,6 @@ def id_outside_the_vocabulary(root):
     array[4, 2] = 300
     write(root, SHARD, array)
     meta(root, {"vocab_size": 257})
-
-
-@case(SHARD, "row 3 column 8", "token id -1")
-def negative_id(root):
-    array = rows(0, 9, 9, "int32")
-    array[3, 8] = -1
-    write(root, SHARD, array)
-
-
-@case(SHARD, "row 0 column 7", "token id 18446744073709551615")
-def id_beyond_int64(root):
-    array = rows(0, 9, 9, "uint64")
-    array[0, 7] = 2**64 - 1
-    write(root, SHARD, array)
-
-
-@case(SHARD, "row 0 column 77", "token id 1073741824")
-def id_in_a_single_line(root):
-    array = np.arange(90, dtype="uint32")
-    array[77] = 1 << 30
-    write(root, SHARD, array)
 
 
 @case("shard_000.npy", "column 0", "token id 9999", "vocabulary of 257", domains=["code"])
@@ -372,49 +283,9 @@ def metadata_missing(root):
     os.unlink(f"{root}/metadata.json")
 
 
-@case("metadata.json", "not JSON", "pack again")
-def metadata_is_not_json(root):
-    meta(root, b"{vocab_size: 257")
-
-
-@case("metadata.json", "a list", "vocab_size")
-def metadata_is_a_list(root):
-    meta(root, [257])
-
-
-@case("metadata.json", "no vocab_size", "n_vocab", "add it")
-def metadata_without_vocab_size(root):
-    meta(root, {"n_vocab": 257})
-
-
-@case("metadata.json", "vocab_size='257'", "integer")
-def vocab_size_as_text(root):
-    meta(root, {"vocab_size": "257"})
-
-
-@case("metadata.json", "vocab_size=-5", "integer")
-def vocab_size_negative(root):
-    meta(root, {"vocab_size": -5})
-
-
-@case("metadata.json", "vocab_size=True", "integer")
-def vocab_size_as_boolean(root):
-    meta(root, {"vocab_size": True})
-
-
 @case("vocab_size=1073741824 contradicts vocab_size=257 (test)", "leave the setting out", vocab_size=257)
 def metadata_contradicts_the_setting(root):
     pass
-
-
-@case("eot=300", "below vocab_size=257")
-def eot_outside_the_vocabulary(root):
-    meta(root, {"vocab_size": 257, "eot": 300})
-
-
-@case("tokenizer 'bytes'", "at least 256, not 65")
-def bytes_with_too_few_ids(root):
-    meta(root, {"vocab_size": 65, "tokenizer": "bytes"})
 
 
 # --- the check -----------------------------------------------------------------------------------------------------
@@ -424,7 +295,8 @@ def run_case(name: str, root) -> BaseException | None:
     """The error of opening the harmed dataset and reading two epochs of it."""
     harm, _, changes = CASES[name]
     dataset(root)
-    more = harm(str(root)) or {}
+    more = harm(str(root))
+    more = more if isinstance(more, dict) else {}
     changes = {k: v for k, v in changes.items()} | {k: v for k, v in more.items() if not k.startswith("raw_")}
     s = settings(root, **changes)
     s.domains = more.get("raw_domains", s.domains)  # past the check of settings.py, as from another program
