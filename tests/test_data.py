@@ -53,12 +53,10 @@ def test_every_row_once_per_epoch_in_another_order_each_time(root):
         assert len(epochs) == 3
         assert all(len(set(e)) == per_epoch for e in epochs), "a row was repeated"
         assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]), "an epoch lacks rows"
-        shard = {k: r for r in epochs[0] for k in [r]}
-        assert len(shard) == per_epoch
         file_of = {
             tuple(r[:8]): k
             for k in range(3)
-            for r in np.load(f"{root}/data/{data_name(d)}/{k:03d}.npy").tolist()
+            for r in np.load(f"{root}/data/{corpora.DOMAINS[d]}/{k:03d}.npy").tolist()
         }
         inside = [[[r for r in e if file_of[r] == k] for k in range(3)] for e in epochs]
         for k in range(3):
@@ -67,10 +65,6 @@ def test_every_row_once_per_epoch_in_another_order_each_time(root):
             )
     orders = [tuple(crew.streams[0].cursors[0].order(e)) for e in range(1, 13)]
     assert len(set(orders)) > 1, "the order of the shards never changes"
-
-
-def data_name(d: int) -> str:
-    return corpora.DOMAINS[d]
 
 
 def test_order_depends_on_seed_and_domain_names_only(root, tmp_path):
@@ -157,19 +151,8 @@ def test_domain_weights_are_exact(root, weights):
 # --- shapes --------------------------------------------------------------------------------------------------------
 
 SHAPES = [
-    (40, 8),
-    (40, 9),
-    (20, 16),
-    (20, 17),
-    (20, 21),
-    (10, 100),
-    (40, 12),
-    (80, 4),
-    (90, 5),
-    (99, 3),
-    (160, 2),
-    (400,),
-]
+    (40, 8), (40, 9), (20, 16), (20, 17), (20, 21), (10, 100), (40, 12), (80, 4), (90, 5), (99, 3), (160, 2), (400,),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -496,29 +479,29 @@ def test_epochs_say_how_far_each_domain_is(root):
     assert epochs["code"] == pytest.approx(2.0, abs=0.01) and epochs["math"] == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA: pinned, asynchronous copies were not tested"
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(
+                    not torch.cuda.is_available(), reason="no CUDA: pinned copies were not tested"
+                ),
+            ],
+        ),
+    ],
 )
-def test_batches_reach_a_gpu_through_pinned_memory(root):
+def test_batches_reach_their_device_whole(root, device):
+    """A GPU through pinned memory, without waiting."""
     batch = Crew(settings(root)).streams[0].next_batch(24)
-    moved = batch.to("cuda")
-    assert (
-        moved.x.device.type == "cuda"
-        and torch.equal(moved.x.cpu(), batch.x)
-        and torch.equal(moved.y.cpu(), batch.y)
-    )
-
-
-def test_batches_stay_whole_on_the_cpu(root):
-    batch = Crew(settings(root)).streams[0].next_batch(24)
-    moved = batch.to("cpu")
-    assert torch.equal(moved.x, batch.x) and moved.ids == batch.ids and batch.x.dtype == torch.int64
+    moved = batch.to(device)
+    assert moved.x.device.type == device and moved.ids == batch.ids and batch.x.dtype == torch.int64
+    assert all(torch.equal(getattr(moved, k).cpu(), getattr(batch, k)) for k in ("x", "y", "domain"))
 
 
 def test_permutations_are_pinned():
     """The order of a run must not change with a version of numpy: a resume would repeat and skip rows."""
-    assert shards.permutation(8, 7, "code", 0).tolist() == PINNED
-
-
-PINNED = [2, 3, 6, 5, 1, 4, 7, 0]
+    assert shards.permutation(8, 7, "code", 0).tolist() == [2, 3, 6, 5, 1, 4, 7, 0]
