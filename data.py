@@ -37,6 +37,7 @@ from text import (
     Shard,
     Shelf,
     Tokenizer,
+    agreed,
     mixture,
     open_source,
     open_tokenizer,
@@ -195,8 +196,8 @@ class Stream:
         domains, self.weights, self.pattern = mixture(settings)
         self.metadata = self.leader("metadata.json", lambda: read_metadata(source))
         self.shelf = Shelf(source, settings.max_len, vocabulary(self.metadata, settings, source), log)
-        self.tokenizer: Tokenizer = self.agreed(
-            "tokenizer", lambda: open_tokenizer(self.metadata, source, log)
+        self.tokenizer: Tokenizer = agreed(
+            self.agree, "tokenizer", lambda: open_tokenizer(self.metadata, source, log)
         )
         self.cursors = [Cursor(Domain(d, self.shelf), settings.seed) for d in domains]
         self.news = News(source, domains, settings.shard_refresh_steps, agree, log)
@@ -204,7 +205,9 @@ class Stream:
             self.describe(self.begin(self.cursors))
         else:
             self.load_state(state)
-        self.agreed("held-out rows", lambda: [c.domain.val_rows() for c in self.cursors])  # not an hour later
+        agreed(
+            self.agree, "held-out rows", lambda: [c.domain.val_rows() for c in self.cursors]
+        )  # not an hour later
 
     @property
     def domains(self) -> list[str]:
@@ -214,26 +217,16 @@ class Stream:
     def vocab_size(self) -> int:
         return self.shelf.vocab_size
 
-    def agreed(self, what: str, make):
-        """make() on every rank; if it fails anywhere, all ranks stop."""
-        problem = result = None
-        try:
-            result = make()
-        except Exception as e:
-            problem = e
-        self.agree.verdict(problem, what)
-        return result
-
     def leader(self, what: str, make):
         """make() on rank 0, its result everywhere."""
-        return self.agree.broadcast(self.agreed(what, make if self.agree.rank == 0 else lambda: None))
+        return self.agree.broadcast(agreed(self.agree, what, make if self.agree.rank == 0 else lambda: None))
 
     def begin(self, cursors: list[Cursor]) -> dict:
         """Agreed: admit what there is now, hold out the validation rows. {domain: {shard: content id}}"""
         names = [c.domain.name for c in cursors]
         start = self.leader("data", lambda: survey(self.shelf.source, names))
         found, revision, rows = start["found"], start["revision"], self.settings.val_rows
-        self.agreed("data", lambda: [c.begin(found[c.domain.name], revision, rows) for c in cursors])
+        agreed(self.agree, "data", lambda: [c.begin(found[c.domain.name], revision, rows) for c in cursors])
         self.admit(start)
         return found
 
@@ -241,14 +234,12 @@ class Stream:
         """Log what was found, and how often the run will see it where the number of tokens is known."""
         total = self.settings.steps * self.settings.tokens_per_step
         known = (self.metadata or {}).get("domains")
-        for cursor, weight in zip(self.cursors, self.weights, strict=True):
-            domain = cursor.domain
+        for domain, weight in zip((c.domain for c in self.cursors), self.weights, strict=True):
             about = known.get(domain.name) if isinstance(known, dict) else None
             text = f"data: {domain.name}: {len(found[domain.name])} shards"
             if isinstance(about, dict) and about.get("tokens"):
-                share = total * weight / sum(self.weights)
-                text += f", {about['tokens'] / 1e6:.2f} M tokens; this run reads {share / 1e6:.2f} M"
-                text += f": {share / about['tokens']:.2f} epochs"
+                share, tokens = total * weight / sum(self.weights), about["tokens"]
+                text += f", {tokens / 1e6:.2f} M tokens; this run reads {share / 1e6:.2f} M: {share / tokens:.2f} epochs"
             self.shelf.log(text + f"; {domain.held()} rows held out")
 
     # --- batches -------------------------------------------------------------------------------------------
@@ -349,7 +340,7 @@ class Stream:
                 cursor.load_state(state["domains"].get(cursor.domain.name, {}), allow)
             self.g = state["samples"]
 
-        self.agreed("data state", load)
+        agreed(self.agree, "data state", load)
         begins = [c for c in self.cursors if not c.domain.admitted or "data" in allow]
         if begins:
             self.begin(begins)

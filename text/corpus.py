@@ -26,6 +26,7 @@ import time
 
 from . import pack
 from .shards import DataError, os_reason, read_header
+from .source import agreed
 
 CORPUS_VERSION = 1  # raise it when the recipe changes
 PACKAGES = ("torch", "numpy", "networkx", "sympy")
@@ -42,18 +43,18 @@ def python_corpus(cache: str, agree, log=print) -> str:
     versions = [platform.python_version()] + [f"{p} {version(p)}" for p in PACKAGES]
     key = hashlib.sha256(json.dumps([CORPUS_VERSION, versions]).encode()).hexdigest()[:12]
     folder = os.path.join(cache, f"python-{key}")
-    problem = None
-    try:
-        if getattr(agree, "local_rank", agree.rank) == 0 and not whole(folder):
-            make(folder, log)
-    except OSError as e:
-        reason = "cannot be made" if isinstance(e, (FileNotFoundError, PermissionError)) else os_reason(e)
-        problem = DataError(
-            f"cache_dir {cache}: {reason}; --cache_dir=FOLDER takes one that this user can write"
-        )
-    except Exception as e:
-        problem = e
-    agree.verdict(problem, "packing the Python corpus")
+
+    def make_once():
+        try:
+            if getattr(agree, "local_rank", agree.rank) == 0 and not whole(folder):
+                make(folder, log)
+        except OSError as e:
+            reason = "cannot be made" if isinstance(e, (FileNotFoundError, PermissionError)) else os_reason(e)
+            raise DataError(
+                f"cache_dir {cache}: {reason}; --cache_dir=FOLDER takes one that this user can write"
+            ) from None
+
+    agreed(agree, "packing the Python corpus", make_once)
     return folder
 
 

@@ -160,6 +160,17 @@ def survey(source, domains: list[str]) -> dict:
     return {"revision": source.revision, "found": found}
 
 
+def agreed(agree, what: str, make):
+    """make() on every rank; if it fails anywhere, all ranks stop."""
+    problem = result = None
+    try:
+        result = make()
+    except Exception as e:
+        problem = e
+    agree.verdict(problem, what)
+    return result
+
+
 def open_source(settings, agree, log):
     """Agreed: the source that settings.data names: "python", a folder, or a Hub dataset repo."""
     where, cache = settings.data, os.path.expanduser(settings.cache_dir)
@@ -180,14 +191,13 @@ def open_source(settings, agree, log):
         )
     import hub
 
-    problem = source = None
-    try:
-        if agree.rank == 0:
-            source = hub.HubSource(
-                where, cache, settings.data_revision, settings.cache_gb, settings.hub_patience, log
-            )
-    except Exception as e:
-        problem = e
-    agree.verdict(problem, "data")
-    revision = agree.broadcast(source and source.revision)  # the branch may move between two looks
-    return source or hub.HubSource(where, cache, revision, settings.cache_gb, settings.hub_patience, log)
+    def connect(revision):
+        return hub.HubSource(where, cache, revision, settings.cache_gb, settings.hub_patience, log)
+
+    def first() -> tuple:
+        source = connect(settings.data_revision)
+        return source, source.revision
+
+    source, revision = agreed(agree, "data", first if agree.rank == 0 else lambda: None) or (None, None)
+    revision = agree.broadcast(revision)  # the branch may move between two looks
+    return source or connect(revision)
