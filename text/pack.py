@@ -201,18 +201,16 @@ class Writer:
             self.write(self.held, name)
 
 
-class Pair:
-    """The shards of a domain and its one held-out shard, which stays whole: numbered shards would be trained on."""
+def writers(folder: str, vocab_size: int, size: int) -> tuple[Writer, Writer]:
+    """For the shards of a domain and for its one held-out shard, which stays whole: a second would be trained on."""
+    return Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
 
-    def __init__(self, folder: str, vocab_size: int, size: int):
-        self.train, self.val = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
 
-    def close(self, **about) -> dict:
-        """What was written, for metadata.json."""
-        self.val.close("val.npy")
-        self.train.close()
-        counts = {"tokens": self.train.tokens, "val_tokens": self.val.tokens}
-        return counts | about | {"shards": self.train.shards}
+def written(train: Writer, val: Writer, **about) -> dict:
+    """Both closed, and what metadata.json says of them."""
+    val.close("val.npy")
+    train.close()
+    return {"tokens": train.tokens, "val_tokens": val.tokens, **about, "shards": train.shards}
 
 
 @contextlib.contextmanager
@@ -226,9 +224,9 @@ def replacing(out: str, domain: str, source: str):
     os.makedirs(work)
     try:
         yield work
-        written = os.listdir(work)
-        if all(map(is_val, written)):
-            why = "all is held out, nothing to train on" if written else "no text at all, nothing to pack"
+        names = os.listdir(work)
+        if all(map(is_val, names)):
+            why = "all is held out, nothing to train on" if names else "no text at all, nothing to pack"
             raise DataError(f"{domain}={source}: {why}")
         if os.path.isdir(final):
             os.rename(final, old)
@@ -240,9 +238,9 @@ def replacing(out: str, domain: str, source: str):
 
 def pack_text(folder, documents, domain, encode, eot, vocab_size, size, share, seed, progress) -> dict:
     """Text -> the shards of one domain, and what metadata.json says of them."""
-    train, val = documents.split(share, seed, domain)
-    pair = Pair(folder, vocab_size, size)
-    for table, to in ((val, pair.val), (train, pair.train)):
+    trained, held_out = documents.split(share, seed, domain)
+    train, val = writers(folder, vocab_size, size)
+    for table, to in ((held_out, val), (trained, train)):
         for i, start, stop, whole in table.tolist():
             empty = True
             for piece in documents.pieces(i, start, stop):
@@ -253,7 +251,7 @@ def pack_text(folder, documents, domain, encode, eot, vocab_size, size, share, s
             if whole and not empty:
                 to.add([eot])
     documents.close()
-    return pair.close(documents=len(documents.table))
+    return written(train, val, documents=len(documents.table))
 
 
 def read_bin(path: str) -> tuple[int, int]:
@@ -276,9 +274,9 @@ def read_bin(path: str) -> tuple[int, int]:
 
 def pack_bins(folder, files: list, vocab_size, size, progress) -> dict:
     """Token files, copied in order, -> the shards of one domain; those named HELD_OUT become val.npy."""
-    pair = Pair(folder, vocab_size, size)
+    train, val = writers(folder, vocab_size, size)
     for path in files:
-        to = pair.val if HELD_OUT.search(os.path.basename(path)) else pair.train
+        to = val if HELD_OUT.search(os.path.basename(path)) else train
         offset, n = read_bin(path)
         with open(path, "rb") as f:
             f.seek(offset)
@@ -292,7 +290,7 @@ def pack_bins(folder, files: list, vocab_size, size, progress) -> dict:
                     )
                 to.add(ids)
                 progress(2 * len(ids))
-    return pair.close()
+    return written(train, val)
 
 
 def save_json(path: str, value):
