@@ -8,6 +8,7 @@ from conftest import tiny_settings
 from workers import Rank
 
 import data
+import text
 
 DOMAINS = ["code", "general", "math", "reasoning"]
 ROW = 1 << 10  # ids of row r begin at r * ROW: the next token of a row is id + 1, and rows never touch
@@ -75,15 +76,15 @@ class Crew:
         self.streams = []
         for r in range(world):
             agree = Turns(r, world, said)
-            where = data.open_source(s, agree, log) if source is None else source
+            where = text.open_source(s, agree, log) if source is None else source
             self.streams.append(data.Stream(where, s, agree, log, state))
 
     def step(self, n: int, step: int | None = None) -> list:
         """The global batch of one step as [(id, domain, inputs, targets)], ranks in order."""
         if step is not None:
             for stream in self.streams:
-                if stream.agree.rank == 0 and stream.listing:
-                    stream.listing.join(60)
+                if stream.agree.rank == 0 and stream.news.listing:
+                    stream.news.listing.join(60)
                 stream.refresh(step)
         out = []
         for stream in self.streams:

@@ -53,91 +53,86 @@ def npy_bytes(array, **options) -> bytes:
     return f.getvalue()
 
 
+def zipped() -> bytes:
+    f = io.BytesIO()
+    with zipfile.ZipFile(f, "w") as z:
+        z.writestr("a.npy", "x")
+    return f.getvalue()
+
+
 def header(text: str) -> bytes:
     """A .npy file of 80 bytes of data whose header is this text."""
     line = text.encode() + b" " * (118 - len(text)) + b"\n"
     return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line + b"\0" * 80
 
 
-# --- files that are no shards --------------------------------------------------------------------------------------
+def changed(array, place, value):
+    array[place] = value
+    return array
 
 
-@case(SHARD, "web page", "fetch it again")
-def html_saved_as_npy(root):
-    put(root, SHARD, b"<!DOCTYPE html><html><body>Log in to continue</body></html>")
+NINE = rows(0, 9, 9)
+WRONG_SHARDS = {  # what SHARD holds, and what the message must hold beside its name
+    # files that are no shards
+    "html_saved_as_npy": (b"<!DOCTYPE html><html><body>Log in to continue</body></html>", "web page", "fetch it again"),
+    "empty_file": (b"", "0 bytes", "again"),
+    "lfs_pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\n", "Git LFS pointer", "git lfs pull"),
+    "npz": (zipped(), "zip archive", "numpy.save"),
+    "gzipped": (gzip.compress(npy_bytes(NINE)), "gzip", "decompress"),
+    "plain_pickle": (pickle.dumps([1, 2, 3]), "pickle", "never loaded"),
+    "pickled_object_array": (
+        npy_bytes(np.array([[1, 2], [3, "x"]], dtype=object), allow_pickle=True), "pickled Python objects", "integer array",
+    ),
+    "raw_tokens": (np.arange(500, dtype="uint16").tobytes(), "not a .npy file", "numpy.save"),
+    "truncated_in_the_header": (npy_bytes(NINE)[:30], "header", "again"),
+    "a_header_that_is_no_dictionary": (header("[1, 2, 3]"), "Header is not a dictionary", "numpy.save"),
+    "a_header_that_is_code": (header("__import__('os').system('touch /tmp/nova-was-here')"), "numpy.save"),
+    "a_negative_shape": (
+        header("{'descr': '<u2', 'fortran_order': False, 'shape': (-4, -10), }"), "shape", "numpy.save",
+    ),
+    "npy_of_another_version": (b"\x93NUMPY\x09\x00" + npy_bytes(NINE)[8:], "format (9, 0)", "numpy.save"),
+    "truncated": (npy_bytes(NINE)[:-5], "truncated", "fetch or pack it again"),
+    "trailing_bytes": (npy_bytes(NINE) + b"garbage", "7 trailing bytes", "again"),
+    # arrays that are no tokens
+    "floats": (NINE.astype("float32"), "float32", "astype"),
+    "booleans": (NINE > 5, "bool", "astype"),
+    "complex_numbers": (NINE.astype("complex64"), "complex", "astype"),
+    "strings": (np.array([["a", "b"], ["c", "d"]]), "<U1", "astype"),
+    "records": (np.zeros(20, dtype=[("ids", "<u2")]), "('ids', '<u2')", "astype"),
+    "fortran_order": (np.asfortranarray(NINE), "Fortran order", "ascontiguousarray"),
+    "three_dimensions": (rows(0, 18, 9).reshape(2, 9, 9), "3-D", "(2, 9, 9)", "reshape"),
+    "a_scalar": (np.array(7), "0-D", "reshape"),
+    "no_rows": (rows(0, 0, 9), "no row", "(0, 9)", "pack it again"),
+    "rows_of_nothing": (np.zeros((9, 0), "uint16"), "no row", "(9, 0)"),
+    "a_column": (np.zeros((50, 1), "uint16"), "(50, 1)", "reshape(-1)"),
+    "shorter_than_one_sample": (np.arange(5, dtype="uint16"), "holds 5 tokens", "max_len=8", "pack more text"),
+    # ids
+    "negative_id": (changed(rows(0, 9, 9, "int32"), (3, 8), -1), "row 3 column 8", "token id -1"),
+    "id_beyond_int64": (
+        changed(rows(0, 9, 9, "uint64"), (0, 7), 2**64 - 1), "row 0 column 7", "token id 18446744073709551615",
+    ),
+    "id_in_a_single_line": (
+        changed(np.arange(90, dtype="uint32"), 77, 1 << 30), "row 0 column 77", "token id 1073741824",
+    ),
+}  # fmt: skip
+WRONG_METADATA = {
+    "metadata_is_not_json": (b"{vocab_size: 257", "not JSON", "pack again"),
+    "metadata_is_a_list": ([257], "a list", "vocab_size"),
+    "metadata_without_vocab_size": ({"n_vocab": 257}, "no vocab_size", "n_vocab", "add it"),
+    "vocab_size_as_text": ({"vocab_size": "257"}, "vocab_size='257'", "integer"),
+    "vocab_size_negative": ({"vocab_size": -5}, "vocab_size=-5", "integer"),
+    "vocab_size_as_boolean": ({"vocab_size": True}, "vocab_size=True", "integer"),
+    "eot_outside_the_vocabulary": ({"vocab_size": 257, "eot": 300}, "eot=300", "below vocab_size=257"),
+    "bytes_with_too_few_ids": ({"vocab_size": 65, "tokenizer": "bytes"}, "tokenizer 'bytes'", "at least 256, not 65"),
+}  # fmt: skip
+for name, (content, *expected) in WRONG_SHARDS.items():
+    place = put if isinstance(content, bytes) else write
+    CASES[name] = (lambda root, place=place, c=content: place(root, SHARD, c), (SHARD, *expected), {})
+for name, (content, *expected) in WRONG_METADATA.items():
+    CASES[name] = (lambda root, c=content: meta(root, c), ("metadata.json", *expected), {})
 
 
-@case(SHARD, "0 bytes", "again")
-def empty_file(root):
-    put(root, SHARD, b"")
-
-
-@case(SHARD, "Git LFS pointer", "git lfs pull")
-def lfs_pointer(root):
-    put(root, SHARD, b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 12345\n")
-
-
-@case(SHARD, "zip archive", "numpy.save")
-def npz(root):
-    f = io.BytesIO()
-    with zipfile.ZipFile(f, "w") as z:
-        z.writestr("a.npy", "x")
-    put(root, SHARD, f.getvalue())
-
-
-@case(SHARD, "gzip", "decompress")
-def gzipped(root):
-    put(root, SHARD, gzip.compress(npy_bytes(rows(0, 9, 9))))
-
-
-@case(SHARD, "pickle", "never loaded")
-def plain_pickle(root):
-    put(root, SHARD, pickle.dumps([1, 2, 3]))
-
-
-@case(SHARD, "pickled Python objects", "integer array")
-def pickled_object_array(root):
-    put(root, SHARD, npy_bytes(np.array([[1, 2], [3, "x"]], dtype=object), allow_pickle=True))
-
-
-@case(SHARD, "not a .npy file", "numpy.save")
-def raw_tokens(root):
-    put(root, SHARD, np.arange(500, dtype="uint16").tobytes())
-
-
-@case(SHARD, "header", "again")
-def truncated_in_the_header(root):
-    put(root, SHARD, npy_bytes(rows(0, 9, 9))[:30])
-
-
-@case(SHARD, "Header is not a dictionary", "numpy.save")
-def a_header_that_is_no_dictionary(root):
-    put(root, SHARD, header("[1, 2, 3]"))
-
-
-@case(SHARD, "numpy.save")
-def a_header_that_is_code(root):
-    put(root, SHARD, header("__import__('os').system('touch /tmp/nova-was-here')"))
-
-
-@case(SHARD, "shape", "numpy.save")
-def a_negative_shape(root):
-    put(root, SHARD, header("{'descr': '<u2', 'fortran_order': False, 'shape': (-4, -10), }"))
-
-
-@case(SHARD, "format (9, 0)", "numpy.save")
-def npy_of_another_version(root):
-    put(root, SHARD, b"\x93NUMPY\x09\x00" + npy_bytes(rows(0, 9, 9))[8:])
-
-
-@case(SHARD, "truncated", "fetch or pack it again")
-def truncated(root):
-    put(root, SHARD, npy_bytes(rows(0, 9, 9))[:-5])
-
-
-@case(SHARD, "7 trailing bytes", "again")
-def trailing_bytes(root):
-    put(root, SHARD, npy_bytes(rows(0, 9, 9)) + b"garbage")
+# --- more than one file ---------------------------------------------------------------------------------------------
 
 
 @case(SHARD, "is a folder", "rename")
@@ -152,70 +147,7 @@ def a_dangling_link(root):
     os.symlink("/nowhere/else.npy", f"{root}/{SHARD}")
 
 
-# --- arrays that are no tokens -------------------------------------------------------------------------------------
-
-
-@case(SHARD, "float32", "astype")
-def floats(root):
-    write(root, SHARD, rows(0, 9, 9).astype("float32"))
-
-
-@case(SHARD, "bool", "astype")
-def booleans(root):
-    write(root, SHARD, rows(0, 9, 9) > 5)
-
-
-@case(SHARD, "complex", "astype")
-def complex_numbers(root):
-    write(root, SHARD, rows(0, 9, 9).astype("complex64"))
-
-
-@case(SHARD, "<U1", "astype")
-def strings(root):
-    write(root, SHARD, np.array([["a", "b"], ["c", "d"]]))
-
-
-@case(SHARD, "('ids', '<u2')", "astype")
-def records(root):
-    write(root, SHARD, np.zeros(20, dtype=[("ids", "<u2")]))
-
-
-@case(SHARD, "Fortran order", "ascontiguousarray")
-def fortran_order(root):
-    write(root, SHARD, np.asfortranarray(rows(0, 9, 9)))
-
-
-@case(SHARD, "3-D", "(2, 9, 9)", "reshape")
-def three_dimensions(root):
-    write(root, SHARD, rows(0, 18, 9).reshape(2, 9, 9))
-
-
-@case(SHARD, "0-D", "reshape")
-def a_scalar(root):
-    write(root, SHARD, np.array(7))
-
-
-@case(SHARD, "no row", "(0, 9)", "pack it again")
-def no_rows(root):
-    write(root, SHARD, rows(0, 0, 9))
-
-
-@case(SHARD, "no row", "(9, 0)")
-def rows_of_nothing(root):
-    write(root, SHARD, np.zeros((9, 0), "uint16"))
-
-
-@case(SHARD, "(50, 1)", "reshape(-1)")
-def a_column(root):
-    write(root, SHARD, np.zeros((50, 1), "uint16"))
-
-
-@case(SHARD, "holds 5 tokens", "max_len=8", "pack more text")
-def shorter_than_one_sample(root):
-    write(root, SHARD, np.arange(5, dtype="uint16"))
-
-
-@case("code", "one sample", "smaller max_len")
+@case("domain code", "data/code/000.npy", "one sample", "smaller max_len")
 def nothing_left_to_hold_out(root):
     for k in range(3):
         write(root, f"data/code/{k:03d}.npy", rows(k, 1, 9))
@@ -234,25 +166,11 @@ def id_outside_the_vocabulary(root):
     meta(root, {"vocab_size": 257})
 
 
-@case(SHARD, "row 3 column 8", "token id -1")
-def negative_id(root):
-    array = rows(0, 9, 9, "int32")
-    array[3, 8] = -1
-    write(root, SHARD, array)
-
-
-@case(SHARD, "row 0 column 7", "token id 18446744073709551615")
-def id_beyond_int64(root):
-    array = rows(0, 9, 9, "uint64")
-    array[0, 7] = 2**64 - 1
-    write(root, SHARD, array)
-
-
-@case(SHARD, "row 0 column 77", "token id 1073741824")
-def id_in_a_single_line(root):
-    array = np.arange(90, dtype="uint32")
-    array[77] = 1 << 30
-    write(root, SHARD, array)
+@case("shard_000.npy", "column 0", "token id 9999", "vocabulary of 257", domains=["code"])
+def another_vocabulary(root):
+    shutil.rmtree(f"{root}/data/code")
+    write(root, "data/code/shard_000.npy", np.full((20, 9), 9999, "uint16"))
+    meta(root, {"vocab_size": 257})
 
 
 # --- folders and domains -------------------------------------------------------------------------------------------
@@ -346,7 +264,7 @@ def text_instead_of_shards(root):
     put(root, "data/code/book.txt", b"Once upon a time")
 
 
-@case("named val", "nothing to train on")
+@case("domain code", "data/code/val0.npy", "named val", "nothing to train on")
 def only_validation_shards(root):
     for k in range(3):
         os.rename(f"{root}/data/code/{k:03d}.npy", f"{root}/data/code/val{k}.npy")
@@ -365,49 +283,9 @@ def metadata_missing(root):
     os.unlink(f"{root}/metadata.json")
 
 
-@case("metadata.json", "not JSON", "pack again")
-def metadata_is_not_json(root):
-    meta(root, b"{vocab_size: 257")
-
-
-@case("metadata.json", "a list", "vocab_size")
-def metadata_is_a_list(root):
-    meta(root, [257])
-
-
-@case("metadata.json", "no vocab_size", "n_vocab", "add it")
-def metadata_without_vocab_size(root):
-    meta(root, {"n_vocab": 257})
-
-
-@case("metadata.json", "vocab_size='257'", "integer")
-def vocab_size_as_text(root):
-    meta(root, {"vocab_size": "257"})
-
-
-@case("metadata.json", "vocab_size=-5", "integer")
-def vocab_size_negative(root):
-    meta(root, {"vocab_size": -5})
-
-
-@case("metadata.json", "vocab_size=True", "integer")
-def vocab_size_as_boolean(root):
-    meta(root, {"vocab_size": True})
-
-
 @case("vocab_size=1073741824 contradicts vocab_size=257 (test)", "leave the setting out", vocab_size=257)
 def metadata_contradicts_the_setting(root):
     pass
-
-
-@case("eot=300", "below vocab_size=257")
-def eot_outside_the_vocabulary(root):
-    meta(root, {"vocab_size": 257, "eot": 300})
-
-
-@case("tokenizer 'bytes'", "at least 256, not 65")
-def bytes_with_too_few_ids(root):
-    meta(root, {"vocab_size": 65, "tokenizer": "bytes"})
 
 
 # --- the check -----------------------------------------------------------------------------------------------------
@@ -417,7 +295,8 @@ def run_case(name: str, root) -> BaseException | None:
     """The error of opening the harmed dataset and reading two epochs of it."""
     harm, _, changes = CASES[name]
     dataset(root)
-    more = harm(str(root)) or {}
+    more = harm(str(root))
+    more = more if isinstance(more, dict) else {}
     changes = {k: v for k, v in changes.items()} | {k: v for k, v in more.items() if not k.startswith("raw_")}
     s = settings(root, **changes)
     s.domains = more.get("raw_domains", s.domains)  # past the check of settings.py, as from another program
@@ -438,17 +317,49 @@ def test_bad_input_is_named_with_its_cure(name, tmp_path):
     assert not os.path.exists("/tmp/nova-was-here")
 
 
+IN_A_SHARD = {
+    n: [text for text in expected if ".npy" in text or text.startswith(("row", "token id", "vocabulary"))]
+    for n, (_, expected, _) in CASES.items()
+    if expected[0] in (SHARD, "shard_000.npy") and n != "shorter_than_one_sample"
+}
+
+
+@pytest.mark.parametrize("name", IN_A_SHARD)
+def test_inspect_names_the_shard_and_the_row_as_the_run_does(name, tmp_path, capsys):
+    """Whoever meets a bad shard: its file and, where an id is bad, the row, the column, the id and the vocabulary."""
+    CASES[name][0](dataset(tmp_path))
+    assert pack.main(["inspect", str(tmp_path)]) == 65
+    message = capsys.readouterr().err
+    assert message.startswith(f"data.py inspect: {tmp_path}/data/code/") and len(IN_A_SHARD) > 30
+    for text in IN_A_SHARD[name]:
+        assert text in message
+
+
+def test_a_real_run_names_the_shard_of_another_vocabulary(tmp_path):
+    another_vocabulary(dataset(tmp_path / "tokens"))
+    arguments = [
+        "config/quickstart.py", f"--data={tmp_path}/tokens", "--domains=['code']", "--max_len=8",
+        f"--out_dir={tmp_path}/out", "--val_rows=3", "--eval_rows=3", "--final_eval_rows=3",
+    ]  # fmt: skip
+    command = [sys.executable, "train_nova.py", *arguments]
+    done = subprocess.run(command, cwd=conftest.ROOT, capture_output=True, text=True)
+    told = done.stdout + done.stderr
+    assert done.returncode == 65, told
+    for text in ("data/code/shard_000.npy", "row 18 column 0", "token id 9999", "vocabulary of 257"):
+        assert text in told
+
+
 def test_there_are_at_least_forty_and_the_good_dataset_is_good(tmp_path):
-    assert len(CASES) >= 40
+    assert len(CASES) >= 60
     Crew(settings(dataset(tmp_path))).run(range(12))
 
 
 def test_a_shard_that_shrinks_while_open_is_named(tmp_path):
-    """With mmap this would be a SIGBUS."""
+    """With mmap this would be a SIGBUS. The row is named."""
     crew = Crew(settings(dataset(tmp_path, shards=(60,)), domains=["code"]))
     crew.run(range(1), n=1)
     os.truncate(f"{tmp_path}/data/code/000.npy", 300)
-    with pytest.raises(data.DataError, match="000.npy: short read at row .* shrank.*rename"):
+    with pytest.raises(data.DataError, match=r"000.npy: short read at row \d+: .* shrank.*rename"):
         crew.run(range(1, 3))
 
 
@@ -486,6 +397,8 @@ PACK = {
         ["code=good.jsonl", "--field=content"],
         ("good.jsonl line 1", "'content'", "has text, id", "--field"),
     ),
+    "jsonl_later": (["code=later.jsonl"], ("later.jsonl line 3", "not JSON")),
+    "jsonl_first": (["code=first.jsonl"], ("first.jsonl line 1:", "'text'", "has id")),
     "jsonl_list": (["code=list.jsonl"], ("list.jsonl line 1", "list")),
     "bins_and_text": (["code=a.bin", "math=a.txt"], (".bin", "apart from text")),
     "bin_without_vocabulary": (["code=a.bin"], ("--vocab_size",)),
@@ -496,23 +409,27 @@ PACK = {
     ),
     "bin_odd": (["code=odd.bin", "--vocab_size=100"], ("odd.bin", "truncated")),
     "no_tokenizer": (["code=a.txt", "--tokenizer=none.json"], ("none.json", "no such file")),
-    "nothing_in_it": (["code=empty.txt"], ("code", "nothing to pack")),
+    "nothing_in_it": (["code=empty.txt"], ("code", "empty.txt", "nothing to pack")),
+    "all_held_out": (["code=val.bin", "--vocab_size=500"], ("code", "val.bin", "nothing to train on")),
     "val_share": (["code=a.txt", "--val=0.9"], ("--val", "0.5")),
 }
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", PACK)
-def test_bad_text_is_named_with_its_cure(name, tmp_path, monkeypatch, capsys):
+def test_bad_text_is_named_with_its_cure(name, seed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for file, content in {
         "a.txt": b"hello\n", "zero.txt": b"hello\0world", "a.gz": b"x", "a.parquet": b"x", "empty.txt": b"",
         "bad.jsonl": b'{"text": "a"}\n{"text": \n', "good.jsonl": b'{"text": "a", "id": 1}\n', "list.jsonl": b"[1]\n",
-        "a.bin": np.arange(500, dtype="uint16").tobytes(), "odd.bin": b"abc",
+        "first.jsonl": b'{"id": 1}\n{"text": "a"}\n' + b'{"id": 3}\n' * 9,
+        "later.jsonl": b'{"text": "a"}\n\n{"text": \n' + b"[1]\n" * 9,
+        "a.bin": np.arange(500, dtype="uint16").tobytes(), "odd.bin": b"abc", "val.bin": np.arange(500, dtype="uint16").tobytes(),
         "modded.bin": np.array([20240520, 1, 100] + [0] * 253, "int32").tobytes() + b"\0" * 76,
     }.items():  # fmt: skip
         put(tmp_path, file, content)
     arguments, expected = PACK[name]
-    assert pack.main(["pack", "OUT", *arguments]) == 65
+    assert pack.main(["pack", "OUT", *arguments, f"--seed={seed}"]) == 65
     message = capsys.readouterr().err
     for text in expected:
         assert text in message

@@ -17,6 +17,7 @@ from corpora import Crew, dataset, rows, settings, write
 
 import data
 from text import shards
+from text.source import FolderSource
 
 WORLDS = (1, 2, 3, 4, 8)
 
@@ -30,8 +31,10 @@ def trained_per_epoch(crew) -> list[int]:
     """Samples of one epoch by domain, counted from the files' headers, not by the stream."""
     out = []
     for cursor in crew.streams[0].cursors:
-        total = sum(np.load(os.path.join(crew.s.data, n), mmap_mode="r").shape[0] for n in cursor.where)
-        out.append(total - sum(v[4] for v in cursor.val))
+        total = sum(
+            np.load(os.path.join(crew.s.data, n), mmap_mode="r").shape[0] for n in cursor.domain.where()
+        )
+        out.append(total - sum(v[4] for v in cursor.domain.val))
     return out
 
 
@@ -50,12 +53,10 @@ def test_every_row_once_per_epoch_in_another_order_each_time(root):
         assert len(epochs) == 3
         assert all(len(set(e)) == per_epoch for e in epochs), "a row was repeated"
         assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]), "an epoch lacks rows"
-        shard = {k: r for r in epochs[0] for k in [r]}
-        assert len(shard) == per_epoch
         file_of = {
             tuple(r[:8]): k
             for k in range(3)
-            for r in np.load(f"{root}/data/{data_name(d)}/{k:03d}.npy").tolist()
+            for r in np.load(f"{root}/data/{corpora.DOMAINS[d]}/{k:03d}.npy").tolist()
         }
         inside = [[[r for r in e if file_of[r] == k] for k in range(3)] for e in epochs]
         for k in range(3):
@@ -64,10 +65,6 @@ def test_every_row_once_per_epoch_in_another_order_each_time(root):
             )
     orders = [tuple(crew.streams[0].cursors[0].order(e)) for e in range(1, 13)]
     assert len(set(orders)) > 1, "the order of the shards never changes"
-
-
-def data_name(d: int) -> str:
-    return corpora.DOMAINS[d]
 
 
 def test_order_depends_on_seed_and_domain_names_only(root, tmp_path):
@@ -154,19 +151,8 @@ def test_domain_weights_are_exact(root, weights):
 # --- shapes --------------------------------------------------------------------------------------------------------
 
 SHAPES = [
-    (40, 8),
-    (40, 9),
-    (20, 16),
-    (20, 17),
-    (20, 21),
-    (10, 100),
-    (40, 12),
-    (80, 4),
-    (90, 5),
-    (99, 3),
-    (160, 2),
-    (400,),
-]
+    (40, 8), (40, 9), (20, 16), (20, 17), (20, 21), (10, 100), (40, 12), (80, 4), (90, 5), (99, 3), (160, 2), (400,),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -178,8 +164,8 @@ def test_any_row_length_reads_every_token_with_its_next_token(tmp_path, shape, d
     write(tmp_path, "data/code/a.npy", array)
     corpora.describe(tmp_path)
     crew = Crew(settings(tmp_path, domains=["code"], shard_refresh_steps=0))
-    shard = crew.streams[0].open_shard("data/code/a.npy", None, None)
-    held = crew.streams[0].cursors[0].val[0][4]
+    shard = crew.streams[0].shelf.open("data/code/a.npy", None, None)
+    held = crew.streams[0].cursors[0].domain.val[0][4]
     samples = crew.run(range(1), n=shard.n - held)
     val = [
         (x, y)
@@ -307,7 +293,7 @@ def test_few_rows_are_held_out_and_said(tmp_path):
     """A tenth of each shard at most: shards of 13, 7 and 10 rows give 1, 1, 1; val_rows=64 is not reached, and logged."""
     lines = []
     crew = Crew(settings(dataset(tmp_path), val_rows=64), log=lines.append)
-    assert [v[4] for v in crew.streams[0].cursors[0].val] == [1, 1, 1]
+    assert [v[4] for v in crew.streams[0].cursors[0].domain.val] == [1, 1, 1]
     assert any("only 3 of val_rows=64" in line for line in lines)
 
 
@@ -320,13 +306,13 @@ def test_new_shards_are_admitted_by_all_ranks_at_the_fixed_step_and_queue_up(roo
     crew.run(range(1))
     write(root, "data/math/zz.npy", rows(8000, 5, 9))
     samples = crew.run(range(1, 4))
-    assert all(len(s.cursors[2].admitted) == 1 for s in crew.streams)
+    assert all(len(s.cursors[2].domain.admitted) == 1 for s in crew.streams)
     samples += crew.run(range(4, 12))
     for stream in crew.streams:
-        assert stream.cursors[2].admitted[1] == [
+        assert stream.cursors[2].domain.admitted[1] == [
             0,
             None,
-            [["data/math/zz.npy", stream.cursors[2].where["data/math/zz.npy"][1]]],
+            [["data/math/zz.npy", stream.cursors[2].domain.where()["data/math/zz.npy"][1]]],
         ]
     maths = [s[2][0] // corpora.ROW for s in samples if s[1] == 2]
     assert {8000, 8001, 8002, 8003, 8004} <= set(maths)
@@ -344,9 +330,9 @@ def test_a_listing_is_young_when_it_is_used(root):
             write(root, "data/code/late.npy", rows(8000, 5, 9))
 
     crew.run(range(1, 8), n=4, between=between)
-    assert len(stream.cursors[0].admitted) == 1
+    assert len(stream.cursors[0].domain.admitted) == 1
     crew.step(4, 8)
-    assert len(stream.cursors[0].admitted) == 2
+    assert len(stream.cursors[0].domain.admitted) == 2
     assert len(state["domains"]["code"]["admitted"]) == 1
 
 
@@ -359,12 +345,12 @@ def test_a_renamed_shard_is_not_new_data_and_is_still_read(root):
     other = Crew(settings(root), state=state)
     assert other.run(range(0, 3)) == expected
     other.run(range(3, 9))
-    assert len(other.streams[0].cursors[0].admitted) == 1
+    assert len(other.streams[0].cursors[0].domain.admitted) == 1
 
 
 def test_a_listing_sees_what_was_replaced(root):
     """Content ids are kept between listings, but not for a file that is another one of the same size."""
-    source = data.FolderSource(root)
+    source = FolderSource(root)
     before = source.list("code")
     write(root, "data/code/001.npy", np.load(f"{root}/data/code/001.npy")[::-1])
     after = source.list("code")
@@ -392,7 +378,7 @@ def test_a_listing_failure_is_an_error_at_the_start_and_a_warning_later(root, mo
     def broken(self, domain):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(data.FolderSource, "list", broken)
+    monkeypatch.setattr(FolderSource, "list", broken)
     assert crew.run(range(9)) == expected
     assert sum("listing failed, the known shards are kept: the disk is gone" in t for t in lines) == 2
     with pytest.raises(OSError, match="the disk is gone"):
@@ -402,7 +388,7 @@ def test_a_listing_failure_is_an_error_at_the_start_and_a_warning_later(root, mo
 def test_a_slow_listing_does_not_stop_the_run(root, monkeypatch):
     """While the Hub asks for patience the steps go on; what it finds is admitted at a later fixed step."""
     monkeypatch.setattr(data, "LISTING_WAIT", 0.01)
-    gate, calls, plain = threading.Event(), [], data.FolderSource.list
+    gate, calls, plain = threading.Event(), [], FolderSource.list
     crew = Crew(settings(root, domains=["code"]))
 
     def slow(self, domain):
@@ -410,14 +396,14 @@ def test_a_slow_listing_does_not_stop_the_run(root, monkeypatch):
         gate.wait(30)
         return plain(self, domain)
 
-    monkeypatch.setattr(data.FolderSource, "list", slow)
+    monkeypatch.setattr(FolderSource, "list", slow)
     write(root, "data/code/new.npy", rows(8000, 5, 9))
     stream = crew.streams[0]
     for step in range(1, 12):
         assert not stream.refresh(step)
         stream.next_batch(8)
     gate.set()
-    stream.listing.join(60)
+    stream.news.listing.join(60)
     assert stream.refresh(12) == {"code": ["data/code/new.npy"]}
     assert calls == ["code"], "one listing at a time"
 
@@ -493,29 +479,29 @@ def test_epochs_say_how_far_each_domain_is(root):
     assert epochs["code"] == pytest.approx(2.0, abs=0.01) and epochs["math"] == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA: pinned, asynchronous copies were not tested"
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(
+                    not torch.cuda.is_available(), reason="no CUDA: pinned copies were not tested"
+                ),
+            ],
+        ),
+    ],
 )
-def test_batches_reach_a_gpu_through_pinned_memory(root):
+def test_batches_reach_their_device_whole(root, device):
+    """A GPU through pinned memory, without waiting."""
     batch = Crew(settings(root)).streams[0].next_batch(24)
-    moved = batch.to("cuda")
-    assert (
-        moved.x.device.type == "cuda"
-        and torch.equal(moved.x.cpu(), batch.x)
-        and torch.equal(moved.y.cpu(), batch.y)
-    )
-
-
-def test_batches_stay_whole_on_the_cpu(root):
-    batch = Crew(settings(root)).streams[0].next_batch(24)
-    moved = batch.to("cpu")
-    assert torch.equal(moved.x, batch.x) and moved.ids == batch.ids and batch.x.dtype == torch.int64
+    moved = batch.to(device)
+    assert moved.x.device.type == device and moved.ids == batch.ids and batch.x.dtype == torch.int64
+    assert all(torch.equal(getattr(moved, k).cpu(), getattr(batch, k)) for k in ("x", "y", "domain"))
 
 
 def test_permutations_are_pinned():
     """The order of a run must not change with a version of numpy: a resume would repeat and skip rows."""
-    assert shards.permutation(8, 7, "code", 0).tolist() == PINNED
-
-
-PINNED = [2, 3, 6, 5, 1, 4, 7, 0]
+    assert shards.permutation(8, 7, "code", 0).tolist() == [2, 3, 6, 5, 1, 4, 7, 0]

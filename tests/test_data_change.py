@@ -180,7 +180,8 @@ def test_shorter_and_renamed_shards(place):
     samples = place.crew(2, state, allow_change=["data"]).run(range(100), n=6)
     assert samples == place.crew(3, state, allow_change=["data"]).run(range(100), n=6)
     held = {
-        x[0] // ROW for x, _ in place.crew(1, state, allow_change=["data"]).streams[0].cursors[0].val_rows()
+        x[0] // ROW
+        for x, _ in place.crew(1, state, allow_change=["data"]).streams[0].cursors[0].domain.val_rows()
     }
     assert held == {29}, "12 and 19 are gone, and what was trained on is never held out"
     code, trained = numbers(samples), sorted({*range(6), *range(13, 17), *range(20, 29)})
@@ -201,7 +202,7 @@ def test_a_domain_whose_shards_were_all_replaced_begins_with_the_new_ones(place)
     place.push()
     crew = place.crew(2, crew.state(), allow_change=["data"])
     assert set(numbers(crew.run(range(20), n=6))) == {700, 701, 702}
-    assert {x[0] // ROW for x, _ in crew.streams[0].cursors[0].val_rows()} <= {*range(800, 805)}
+    assert {x[0] // ROW for x, _ in crew.streams[0].cursors[0].domain.val_rows()} <= {*range(800, 805)}
 
 
 def test_held_out_rows_are_read_at_the_start_and_replaced_by_new_ones(place):
@@ -215,11 +216,11 @@ def test_held_out_rows_are_read_at_the_start_and_replaced_by_new_ones(place):
         place.put("data/code/val.npy", array)
         with pytest.raises((data.DataError, hub.HubError), match=f"code/val.npy.*{CURE}"):
             place.crew(1, state)
-    with pytest.raises(data.DataError, match=r"domain code: .* add one named val\*.npy"):
+    with pytest.raises(data.DataError, match=r"domain code: .*data/code/000.npy: add one named val\*.npy"):
         place.crew(1, state, allow_change=["data"])
     place.put("data/code/val_new.npy", rows(810, 5, 9))
     crew = place.crew(2, state, allow_change=["data"])
-    assert {x[0] // ROW for x, _ in crew.streams[0].cursors[0].val_rows()} <= {*range(810, 815)}
+    assert {x[0] // ROW for x, _ in crew.streams[0].cursors[0].domain.val_rows()} <= {*range(810, 815)}
     assert not {*range(800, 820)} & {*numbers(crew.run(range(20), n=6))}
 
 

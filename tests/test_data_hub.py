@@ -148,6 +148,13 @@ def test_what_was_admitted_is_read_for_good(root, tmp_path, server):
     assert len(places["math"]["admitted"]) == 1, "a rename is not new data"
     assert len(places["code"]["admitted"]) == 1, "new content under an old name is not new data either"
     assert [n for n, _ in places["reasoning"]["admitted"][1][2]] == ["data/reasoning/new.npy"]
+    assert len(places["reasoning"]["admitted"][1][1]) == 40, "the commit that brought it"
+    assert samples[: 6 * 24] == Crew(settings(root, shard_refresh_steps=3)).run(range(6))
+
+
+def test_the_nearest_domain_of_the_repo_is_named(root, tmp_path):
+    with pytest.raises(data.DataError, match="me/tokens: domain 'matth' .* did you mean 'math'"):
+        Crew(remote(tmp_path, domains=["code", "matth"]))
 
 
 @pytest.mark.parametrize("kind", [503, "reset", "html", "slow"])

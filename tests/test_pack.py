@@ -140,16 +140,12 @@ def test_one_gigabyte_packs_below_two_gigabytes_of_memory(tmp_path):
             f.write(line)
         for i in range(2_500_000):
             g.write(b'{"text": "document %d: %s"}\n' % (i, b"x" * 175))
-    code = "import resource,sys,pack; r=pack.main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(r)"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "pack",
-        str(tmp_path / "out"),
-        f"code={tmp_path}/a.txt",
-        f"math={tmp_path}/b.jsonl",
-    ]
+    code = (
+        "import resource, sys; from text import pack; r = pack.main(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(r)"
+    )
+    inputs = ["pack", f"{tmp_path}/out", f"code={tmp_path}/a.txt", f"math={tmp_path}/b.jsonl"]
+    command = [sys.executable, "-c", code, *inputs]
     done = subprocess.run(command, cwd=conftest.ROOT, capture_output=True, text=True, check=True)
     peak = int(done.stdout.split()[-1]) * 1024
     print(f"peak {peak / 1e9:.2f} GB")
@@ -260,7 +256,10 @@ def test_inspect_says_what_is_there(tmp_path, capsys):
     array[5] = 999
     np.save(f"{tmp_path}/out/data/math/00000.npy", array)
     assert pack.main(["inspect", str(tmp_path / "out")]) == 65
-    assert "math holds token id 999, outside vocab_size=257" in capsys.readouterr().err
+    assert (
+        "data/math/00000.npy: row 0 column 5 holds token id 999, outside the vocabulary of 257"
+        in capsys.readouterr().err
+    )
     assert pack.main(["inspect", str(tmp_path / "nothing")]) == 65
 
 

@@ -1,7 +1,10 @@
-"""From text to shards: files of token ids, who made them, and how they are made.
+"""From text to shards, and from shards to what a run takes of them.
 
-    shards.py      one shard, a folder of shards, names and metadata; what is wrong with a file, in words
-    tokenizer.py   text <-> ids
+    shards.py      one shard: a .npy file cut into samples; what is wrong with a file, in words
+    source.py      where shards lie: a folder or a Hub dataset repo
+    domain.py      of each domain, the shards that a run admitted and the rows that it holds out
+    mixture.py     which domains, how often
+    tokenizer.py   text <-> ids, metadata.json
     pack.py        text, .jsonl and .bin files -> shards; what a dataset holds
     corpus.py      the text that every Python carries, packed for the quickstart
 
@@ -9,27 +12,13 @@ The invariant: every bad input is a DataError that names the file, the value and
 input is the same to the byte, and a killed pack leaves nothing half-made.
 """
 
-from .shards import (
-    DataError,
-    FolderSource,
-    Shard,
-    check_domains,
-    check_kind,
-    check_metadata,
-    check_name,
-    check_weights,
-    is_val,
-    label,
-    permutation,
-    survey,
-    way_past,
-    weighted_pattern,
-    whereabouts,
-)
-from .tokenizer import Tokenizer, open_tokenizer
+from .domain import Domain, Shelf
+from .mixture import mixture
+from .shards import DataError, Shard, permutation, way_past
+from .source import agreed, open_source, survey
+from .tokenizer import Tokenizer, open_tokenizer, read_metadata, vocabulary
 
 __all__ = [
-    "DataError", "FolderSource", "Shard", "Tokenizer", "check_domains", "check_kind", "check_metadata", "check_name",
-    "check_weights", "corpus", "is_val", "label", "open_tokenizer", "pack", "permutation", "survey", "way_past",
-    "weighted_pattern", "whereabouts",
+    "DataError", "Domain", "Shard", "Shelf", "Tokenizer", "agreed", "corpus", "mixture", "open_source", "open_tokenizer", "pack",
+    "permutation", "read_metadata", "survey", "vocabulary", "way_past",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ import time
 
 from . import pack
 from .shards import DataError, os_reason, read_header
+from .source import agreed
 
 CORPUS_VERSION = 1  # raise it when the recipe changes
 PACKAGES = ("torch", "numpy", "networkx", "sympy")
@@ -42,18 +43,18 @@ def python_corpus(cache: str, agree, log=print) -> str:
     versions = [platform.python_version()] + [f"{p} {version(p)}" for p in PACKAGES]
     key = hashlib.sha256(json.dumps([CORPUS_VERSION, versions]).encode()).hexdigest()[:12]
     folder = os.path.join(cache, f"python-{key}")
-    problem = None
-    try:
-        if getattr(agree, "local_rank", agree.rank) == 0 and not whole(folder):
-            make(folder, log)
-    except OSError as e:
-        reason = "cannot be made" if isinstance(e, (FileNotFoundError, PermissionError)) else os_reason(e)
-        problem = DataError(
-            f"cache_dir {cache}: {reason}; --cache_dir=FOLDER takes one that this user can write"
-        )
-    except Exception as e:
-        problem = e
-    agree.verdict(problem, "packing the Python corpus")
+
+    def make_once():
+        try:
+            if getattr(agree, "local_rank", agree.rank) == 0 and not whole(folder):
+                make(folder, log)
+        except OSError as e:
+            reason = "cannot be made" if isinstance(e, (FileNotFoundError, PermissionError)) else os_reason(e)
+            raise DataError(
+                f"cache_dir {cache}: {reason}; --cache_dir=FOLDER takes one that this user can write"
+            ) from None
+
+    agreed(agree, "packing the Python corpus", make_once)
     return folder
 
 
@@ -89,14 +90,15 @@ def make(folder: str, log):
     os.chmod(work, 0o755)
     try:
         domains, total = {}, 0
-        recipe = {"code": code, "general": general, "math": mathematics, "reasoning": reasoning}
-        for domain, texts in recipe.items():
+        for domain, texts in RECIPE.items():
             unique = list(dict.fromkeys(t.strip() for t in texts()))
             documents = pack.Documents([t.encode("utf-8", errors="replace") for t in unique])
             _, encode = pack.load_tokenizer("bytes", None)
             size, share = pack.SHARD_TOKENS, 0.02
-            fill = pack.pack_text(documents, domain, encode, 256, 257, size, share, 0, lambda n: None)
-            domains[domain] = pack.pack_domain(work, domain, fill)
+            with pack.replacing(work, domain, "python") as part:
+                domains[domain] = pack.pack_text(
+                    part, documents, domain, encode, 256, 257, size, share, 0, lambda n: None
+                )
             total += domains[domain]["tokens"]
         domains["reasoning"]["source"] = "generated worked steps: synthetic"
         meta = {"vocab_size": 257, "tokenizer": "bytes", "eot": 256, "python": platform.python_version()}
@@ -123,10 +125,6 @@ def python_files(top: str):
                 yield f.read().decode("utf-8", errors="replace").replace("\0", "")
 
 
-def code() -> list[str]:
-    return list(python_files(sysconfig.get_paths()["stdlib"]))
-
-
 def docstrings(package: str) -> list[str]:
     """The documentation inside a package: its triple-quoted texts that hold at least a sentence."""
     spec = importlib.util.find_spec(package)
@@ -141,13 +139,8 @@ def docstrings(package: str) -> list[str]:
 def general() -> list[str]:
     from pydoc_data.topics import topics
 
-    return [topics[k] for k in sorted(topics)] + [
-        t for p in ("torch", "numpy", "networkx") for t in docstrings(p)
-    ]
-
-
-def mathematics() -> list[str]:
-    return docstrings("sympy")
+    written = [docstrings(package) for package in ("torch", "numpy", "networkx")]
+    return [topics[k] for k in sorted(topics)] + sum(written, [])
 
 
 # --- generated worked steps --------------------------------------------------------------------------------------
@@ -233,16 +226,11 @@ def ranking(r) -> str:
 def syllogism(r) -> str:
     a, b, c = r.sample("blickets florps wugs daxes zibs mips toves borogoves raths gleebs".split(), 3)
     name, yes = r.choice(NAMES), r.random() < 0.5
-    if yes:
-        return (
-            f"Question: All {a} are {b}. All {b} are {c}. {name} has one of the {a}. Is it one of the {c}?\n"
-            f"It is one of the {a}, and all {a} are {b}: so it is one of the {b}.\n"
-            f"All {b} are {c}: so it is one of the {c}.\nAnswer: yes"
-        )
+    rule = f"All {b} are {c}" if yes else f"No {b} are {c}"
     return (
-        f"Question: All {a} are {b}. No {b} are {c}. {name} has one of the {a}. Is it one of the {c}?\n"
+        f"Question: All {a} are {b}. {rule}. {name} has one of the {a}. Is it one of the {c}?\n"
         f"It is one of the {a}, and all {a} are {b}: so it is one of the {b}.\n"
-        f"No {b} are {c}: so it is not one of the {c}.\nAnswer: no"
+        f"{rule}: so it is {'' if yes else 'not '}one of the {c}.\nAnswer: {'yes' if yes else 'no'}"
     )
 
 
@@ -274,3 +262,11 @@ def reasoning() -> list[str]:
         texts.append(KINDS[len(texts) % len(KINDS)](r))
         size += len(texts[-1]) + 1
     return texts
+
+
+RECIPE = {
+    "code": lambda: python_files(sysconfig.get_paths()["stdlib"]),
+    "general": general,
+    "math": lambda: docstrings("sympy"),
+    "reasoning": reasoning,
+}

@@ -13,6 +13,7 @@ same command again gives the same bytes.
 """
 
 import argparse
+import contextlib
 import glob
 import hashlib
 import json
@@ -23,7 +24,9 @@ import sys
 
 import numpy as np
 
-from .shards import DataError, FolderSource, Shard, check_domains, is_val, os_reason, permutation
+from .mixture import check_domains
+from .shards import DataError, Shard, os_reason, permutation
+from .source import FolderSource, is_val
 from .tokenizer import Tokenizer
 
 PIECE = 1 << 20  # bytes of a document that are tokenised at once: bounds the memory
@@ -32,9 +35,8 @@ MAX_VAL = 1 << 24  # bytes: enough for any evaluation
 WHOLE = sys.maxsize  # tokens of the one held-out shard
 # in a file's name: nanoGPT's val.bin, modded-nanogpt's fineweb_val_….bin
 HELD_OUT = re.compile(r"(^|[_-])val([_.-]|$)")
-MODDED_MAGIC = (
-    20240520  # first int32 of llm.c's and modded-nanogpt's .bin files; then version, tokens, 253 more
-)
+# first int32 of llm.c's and modded-nanogpt's .bin files; then version, tokens, 253 more
+MODDED_MAGIC = 20240520
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>")
 
 
@@ -90,7 +92,10 @@ class Documents:
     def pieces(self, i: int, start: int, stop: int):
         """The text of one document, as bytes, in pieces that end at a line where possible."""
         if self.is_jsonl(i):
-            yield self.json_text(i, start, stop)
+            text = json_text(self.read(i, start, stop), self.field)
+            if isinstance(text, str):
+                raise self.first_bad_line(i)
+            yield text
             return
         while start < stop:
             piece = self.read(i, start, min(start + PIECE, stop))
@@ -105,24 +110,13 @@ class Documents:
             yield piece
             start += len(piece)
 
-    def json_text(self, i: int, start: int, stop: int) -> bytes:
-        line = self.read(i, start, stop)
-
-        def where():
-            return f"{self.sources[i]} line {self.read(i, 0, start).count(10) + 1}"
-
-        if not line.strip():
-            return b""
-        try:
-            value = json.loads(line)
-        except ValueError as e:
-            raise DataError(f"{where()}: is not JSON ({e}): one JSON object a line is expected") from None
-        if not isinstance(value, dict) or not isinstance(value.get(self.field), str):
-            names = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise DataError(
-                f"{where()}: has no text in field {self.field!r} (has {names}): give --field=NAME"
-            )
-        return value[self.field].encode("utf-8", errors="replace")
+    def first_bad_line(self, i: int) -> DataError:
+        """Documents are met in another order than the file's: the first line that is bad is the one to name."""
+        with open(self.sources[i], "rb") as file:
+            for number, line in enumerate(file, 1):
+                if isinstance(why := json_text(line, self.field), str):
+                    return DataError(f"{self.sources[i]} line {number}: {why}")
+        return DataError(f"{self.sources[i]}: was changed while it was read")
 
     def split(self, share: float, seed, domain: str) -> tuple[np.ndarray, np.ndarray]:
         """(training, validation) tables of (source, start, stop, whole), shuffled. Whole documents are held out, unless
@@ -142,6 +136,20 @@ class Documents:
             val.append(table[-1])
             table, need = table[:-1], need - (stop - start)
         return table, np.array(val, int).reshape(-1, 4)
+
+
+def json_text(line: bytes, field: str) -> bytes | str:
+    """The text of one line of a .jsonl file as bytes, or a str that says what is wrong with the line."""
+    if not line.strip():
+        return b""
+    try:
+        value = json.loads(line)
+    except ValueError as e:
+        return f"is not JSON ({e}): one JSON object a line is expected"
+    if not isinstance(value, dict) or not isinstance(value.get(field), str):
+        names = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+        return f"has no text in field {field!r} (has {names}): give --field=NAME"
+    return value[field].encode("utf-8", errors="replace")
 
 
 def expand(pattern: str, domain: str) -> list[str]:
@@ -173,77 +181,77 @@ class Writer:
         self.parts, self.held, self.shards, self.tokens = [], 0, 0, 0
 
     def add(self, ids):
-        part = np.asarray(ids).astype(self.dtype)
-        self.parts.append(part)
-        self.held += len(part)
-        if self.held > self.size * 3 // 2:
-            self.flush(self.size)
+        self.parts.append(np.asarray(ids).astype(self.dtype))
+        self.held += len(self.parts[-1])
+        while self.held > self.size * 3 // 2:
+            self.write(self.size)
 
-    def flush(self, n: int | None = None, name: str | None = None) -> int:
-        """Write the first n tokens that are held, or all; how many."""
-        while self.held:
-            line = np.concatenate(self.parts)
-            part = line[: n or len(line)]
-            with open(os.path.join(self.folder, name or f"{self.shards:05d}.npy"), "wb") as f:
-                np.save(f, part)
-                f.flush()
-                os.fsync(f.fileno())
-            self.parts, self.held = [line[len(part) :].copy()], len(line) - len(part)
-            if not name:
-                self.shards, self.tokens = self.shards + 1, self.tokens + len(part)
-            if n is None or self.held <= self.size * 3 // 2:
-                return len(part)
-        return 0
+    def write(self, n: int, name: str | None = None):
+        """The first n tokens that are held become a shard."""
+        line = np.concatenate(self.parts)
+        with open(os.path.join(self.folder, name or f"{self.shards:05d}.npy"), "wb") as f:
+            np.save(f, line[:n])
+            f.flush()
+            os.fsync(f.fileno())
+        self.parts, self.held = [line[n:].copy()], len(line) - n
+        self.shards, self.tokens = self.shards + 1, self.tokens + n
+
+    def close(self, name: str | None = None):
+        if self.held:
+            self.write(self.held, name)
 
 
-def pack_domain(out: str, domain: str, fill) -> dict:
-    """Let fill(folder) -> description write a domain's shards aside, then put them in place of the present ones."""
+def writers(folder: str, vocab_size: int, size: int) -> tuple[Writer, Writer]:
+    """For the shards of a domain and for its one held-out shard, which stays whole: a second would be trained on."""
+    return Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
+
+
+def written(train: Writer, val: Writer, **about) -> dict:
+    """Both closed, and what metadata.json says of them."""
+    val.close("val.npy")
+    train.close()
+    return {"tokens": train.tokens, "val_tokens": val.tokens, **about, "shards": train.shards}
+
+
+@contextlib.contextmanager
+def replacing(out: str, domain: str, source: str):
+    """A folder for a domain's shards, made from `source` and the like. They take the place of the present ones at the
+    end, if nothing was raised."""
     top = os.path.join(out, "data")
     work, old, final = (os.path.join(top, n) for n in (f".packing-{domain}", f".old-{domain}", domain))
     for left in (work, old):
         shutil.rmtree(left, ignore_errors=True)
     os.makedirs(work)
     try:
-        about = fill(work)
-        if not about["shards"]:
-            why = (
-                "all is held out, nothing to train on"
-                if about["val_tokens"]
-                else "no text at all, nothing to pack"
-            )
-            raise DataError(f"{domain}: {why}")
+        yield work
+        names = os.listdir(work)
+        if all(map(is_val, names)):
+            why = "all is held out, nothing to train on" if names else "no text at all, nothing to pack"
+            raise DataError(f"{domain}={source}: {why}")
         if os.path.isdir(final):
             os.rename(final, old)
         os.rename(work, final)
     finally:
         for left in (work, old):
             shutil.rmtree(left, ignore_errors=True)
-    return about
 
 
-def pack_text(documents: Documents, domain, encode, eot, vocab_size, size, share, seed, progress):
-    """fill() of pack_domain for text."""
-
-    def fill(folder) -> dict:
-        train, val = documents.split(share, seed, domain)
-        writer, held_out = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
-        for table, to in ((val, held_out), (train, writer)):
-            for i, start, stop, whole in table.tolist():
-                empty = True
-                for piece in documents.pieces(i, start, stop):
-                    if piece:
-                        to.add(encode(piece, documents.sources[i]))
-                        empty = False
-                progress(stop - start)
-                if whole and not empty:
-                    to.add([eot])
-        held = held_out.flush(name="val.npy")
-        writer.flush()
-        documents.close()
-        count = len(documents.table)
-        return {"tokens": writer.tokens, "val_tokens": held, "documents": count, "shards": writer.shards}
-
-    return fill
+def pack_text(folder, documents, domain, encode, eot, vocab_size, size, share, seed, progress) -> dict:
+    """Text -> the shards of one domain, and what metadata.json says of them."""
+    trained, held_out = documents.split(share, seed, domain)
+    train, val = writers(folder, vocab_size, size)
+    for table, to in ((held_out, val), (trained, train)):
+        for i, start, stop, whole in table.tolist():
+            empty = True
+            for piece in documents.pieces(i, start, stop):
+                if piece:
+                    to.add(encode(piece, documents.sources[i]))
+                    empty = False
+            progress(stop - start)
+            if whole and not empty:
+                to.add([eot])
+    documents.close()
+    return written(train, val, documents=len(documents.table))
 
 
 def read_bin(path: str) -> tuple[int, int]:
@@ -264,31 +272,25 @@ def read_bin(path: str) -> tuple[int, int]:
     return offset, n
 
 
-def pack_bins(files: list, vocab_size, size, progress):
-    """fill() of pack_domain for token files: copied in order; those named HELD_OUT become val.npy."""
-
-    def fill(folder) -> dict:
-        writer, held_out = Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
-        for path in files:
-            to = held_out if HELD_OUT.search(os.path.basename(path)) else writer
-            offset, n = read_bin(path)
-            with open(path, "rb") as f:
-                f.seek(offset)
-                for first in range(0, n, PIECE):
-                    ids = np.fromfile(f, "<u2", min(PIECE, n - first))
-                    if ids.max() >= vocab_size:
-                        at = int((ids >= vocab_size).argmax())
-                        raise DataError(
-                            f"{path}: token {first + at} has id {ids[at]}, outside --vocab_size={vocab_size}: give "
-                            "the tokenizer's size (GPT-2: 50257)"
-                        )
-                    to.add(ids)
-                    progress(2 * len(ids))
-        held = held_out.flush(name="val.npy")
-        writer.flush()
-        return {"tokens": writer.tokens, "val_tokens": held, "shards": writer.shards}
-
-    return fill
+def pack_bins(folder, files: list, vocab_size, size, progress) -> dict:
+    """Token files, copied in order, -> the shards of one domain; those named HELD_OUT become val.npy."""
+    train, val = writers(folder, vocab_size, size)
+    for path in files:
+        to = val if HELD_OUT.search(os.path.basename(path)) else train
+        offset, n = read_bin(path)
+        with open(path, "rb") as f:
+            f.seek(offset)
+            for first in range(0, n, PIECE):
+                ids = np.fromfile(f, "<u2", min(PIECE, n - first))
+                if ids.max() >= vocab_size:
+                    at = int((ids >= vocab_size).argmax())
+                    raise DataError(
+                        f"{path}: token {first + at} has id {ids[at]}, outside --vocab_size={vocab_size}: give "
+                        "the tokenizer's size (GPT-2: 50257)"
+                    )
+                to.add(ids)
+                progress(2 * len(ids))
+    return written(train, val)
 
 
 def save_json(path: str, value):
@@ -347,42 +349,50 @@ def pack(out: str, inputs: list[str], options, log=print):
             meta["eot"] = 50256
     else:
         meta, encode = load_tokenizer(options.tokenizer, options.eot)
-    path = os.path.join(out, "metadata.json")
-    before = FolderSource(out).metadata() or {}
-    if before and not isinstance(before.get("domains"), dict):
-        raise DataError(f"{path}: was not made by pack: choose another OUT")
-    differing = [k for k in ("vocab_size", "tokenizer", "eot") if before and before.get(k) != meta[k]]
-    copy = os.path.join(out, "tokenizer.json")
-    if meta["tokenizer"] == "tokenizer.json" and os.path.exists(copy) and before:
-        differing += ["tokenizer.json"] * (file_hash(copy) != file_hash(options.tokenizer))
-    if differing:
-        raise DataError(f"{path}: was packed with another {', '.join(differing)}: choose another OUT")
-    for domain in wanted:
-        here = os.path.join(out, "data", domain)
-        if os.path.isdir(here) and os.listdir(here) and domain not in before.get("domains", {}):
-            raise DataError(f"{here}: holds files that pack did not make: choose another OUT or remove it")
+    path, copy = os.path.join(out, "metadata.json"), os.path.join(out, "tokenizer.json")
+    domains = present_domains(out, meta, options.tokenizer, wanted)
     try:
         os.makedirs(os.path.join(out, "data"), exist_ok=True)
         if meta["tokenizer"] == "tokenizer.json" and not os.path.exists(copy):
             shutil.copyfile(options.tokenizer, copy)
-        domains = dict(before.get("domains", {}))
         total = sum(os.path.getsize(f) for files in wanted.values() for f in files)
         with progress_bar(total, "pack") as bar:
             for domain, files in wanted.items():
-                if encode is None:
-                    fill = pack_bins(files, meta["vocab_size"], options.shard_tokens, bar.update)
-                else:
-                    fill = pack_text(
-                        Documents(files, options.field), domain, encode, meta["eot"], meta["vocab_size"],
-                        options.shard_tokens, options.val, options.seed, bar.update,
-                    )  # fmt: skip
-                domains[domain] = pack_domain(out, domain, fill)
+                size, vocab = options.shard_tokens, meta["vocab_size"]
+                with replacing(out, domain, files[0]) as folder:
+                    if encode is None:
+                        domains[domain] = pack_bins(folder, files, vocab, size, bar.update)
+                    else:
+                        domains[domain] = pack_text(
+                            folder, Documents(files, options.field), domain, encode, meta["eot"], vocab, size, options.val,
+                            options.seed, bar.update,
+                        )  # fmt: skip
                 save_json(path, meta | {"domains": domains})
     except OSError as e:
         raise DataError(f"{e.filename or out}: {os_reason(e)}") from None
     for domain in wanted:
         log(f"{domain}: " + ", ".join(f"{v} {k}" for k, v in domains[domain].items()))
     log(f"train on it with --data={out} --domains={','.join(domains)}")
+
+
+def present_domains(out: str, meta: dict, tokenizer: str, wanted) -> dict:
+    """What metadata.json says of the domains in OUT, to which the wanted ones are added; they must fit together."""
+    path, copy = os.path.join(out, "metadata.json"), os.path.join(out, "tokenizer.json")
+    before = FolderSource(out).metadata() or {}
+    if before:
+        if not isinstance(before, dict) or not isinstance(before.get("domains"), dict):
+            raise DataError(f"{path}: was not made by pack: choose another OUT")
+        differing = [k for k in ("vocab_size", "tokenizer", "eot") if before.get(k) != meta[k]]
+        if meta["tokenizer"] == "tokenizer.json" and os.path.exists(copy):
+            differing += ["tokenizer.json"] * (file_hash(copy) != file_hash(tokenizer))
+        if differing:
+            raise DataError(f"{path}: was packed with another {', '.join(differing)}: choose another OUT")
+    domains = before.get("domains", {})
+    for domain in wanted:
+        here = os.path.join(out, "data", domain)
+        if os.path.isdir(here) and os.listdir(here) and domain not in domains:
+            raise DataError(f"{here}: holds files that pack did not make: choose another OUT or remove it")
+    return domains
 
 
 def file_hash(path: str) -> str:
@@ -416,25 +426,21 @@ def inspect(folder: str, log=print):
         if domain.startswith("."):
             continue
         names = list(source.list(domain))
-        tokens, rows, low, high, kinds, text = 0, 0, None, None, set(), ""
+        tokens, rows, lows, highs, kinds, text = 0, 0, [], [], set(), ""
         for name in names:
-            shard = Shard(os.path.join(folder, name), name, 1, vocab or 2**31)
+            path = os.path.join(folder, name)
+            shard = Shard(path, path, 1, vocab or 2**31)
             tokens, rows = tokens + shard.tokens, rows + shard.tokens // shard.row
             kinds.add(str(shard.dtype))
             for first in range(0, shard.tokens, PIECE):
-                n = min(PIECE, shard.tokens - first)
-                size = shard.dtype.itemsize
-                ids = np.frombuffer(os.pread(shard.fd, n * size, shard.offset + first * size), shard.dtype)
-                low, high = min(ids.min(), ids.max() if low is None else low), max(ids.max(), high or 0)
+                ids = shard.ids(first, min(PIECE, shard.tokens - first))
+                lows.append(ids.min())
+                highs.append(ids.max())
                 text = text or tokenizer.decode(ids[: min(shard.row, 200)])
-        held = sum(is_val(n) for n in names)
         log(
-            f"{domain}: {len(names)} shards ({held} held out), {rows} rows, {tokens:,} tokens, ids {low} to {high} "
-            f"({', '.join(sorted(kinds))})"
+            f"{domain}: {len(names)} shards ({sum(map(is_val, names))} held out), {rows} rows, {tokens:,} tokens, "
+            f"ids {min(lows)} to {max(highs)} ({', '.join(sorted(kinds))})"
         )
-        if vocab and (high >= vocab or low < 0):
-            bad = high if high >= vocab else low
-            raise DataError(f"{folder}: domain {domain} holds token id {bad}, outside vocab_size={vocab}")
         log(f"    {text!r}")
 
 

@@ -1,14 +1,15 @@
-"""Text <-> ids, as a dataset's metadata.json says."""
+"""Text <-> ids, and how many ids there are, as a dataset's metadata.json says."""
 
 import json
 
 import numpy as np
 
 from .shards import DataError
+from .source import label
 
 
 class Tokenizer:
-    """Text <-> ids, as metadata.json says: "bytes", a tokenizer.json (needs the package tokenizers), or unknown."""
+    """ "bytes", a tokenizer.json (needs the package tokenizers), or unknown."""
 
     def __init__(self, metadata: dict | None = None, path: str | None = None):
         metadata = metadata or {}
@@ -76,3 +77,43 @@ def open_tokenizer(metadata, source, log) -> Tokenizer:
             f"data: metadata.json names tokenizer {name!r}, which is unknown here: ids are shown instead of text"
         )
     return Tokenizer(metadata)
+
+
+def read_metadata(source):
+    """What metadata.json holds, None where there is none."""
+    try:
+        return source.metadata()
+    except ValueError as e:
+        raise e if isinstance(e, DataError) else DataError(str(e)) from None
+
+
+def vocabulary(metadata, settings, source) -> int:
+    """The number of ids, from metadata.json and the settings."""
+
+    def bad(why: str) -> DataError:
+        return DataError(f"{label(source)}: metadata.json{why}")
+
+    if metadata is None:
+        if settings.vocab_size is None:
+            raise bad(
+                " is missing: `python data.py pack` makes one; or write one with vocab_size in it, or set vocab_size"
+            )
+        return settings.vocab_size
+    if not isinstance(metadata, dict):
+        raise bad(f": holds a {type(metadata).__name__}, not an object with vocab_size in it")
+    vocab = metadata.get("vocab_size", settings.vocab_size)
+    if vocab is None:
+        raise bad(f": has no vocab_size (it has {', '.join(metadata) or 'nothing'}): add it")
+    if type(vocab) is not int or not 2 <= vocab < 2**31:
+        raise bad(f": vocab_size={vocab!r} must be an integer of at least 2")
+    if settings.vocab_size not in (None, vocab):
+        set_by = settings.source.get("vocab_size", "default")
+        raise bad(
+            f": vocab_size={vocab} contradicts vocab_size={settings.vocab_size} ({set_by}): leave the setting out"
+        )
+    eot = metadata.get("eot")
+    if eot is not None and (type(eot) is not int or not 0 <= eot < vocab):
+        raise bad(f": eot={eot!r} must be a token id below vocab_size={vocab}")
+    if metadata.get("tokenizer") == "bytes" and vocab < 256:
+        raise bad(f": tokenizer 'bytes' needs a vocab_size of at least 256, not {vocab}")
+    return vocab
