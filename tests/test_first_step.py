@@ -12,8 +12,8 @@ from workers import Rank, run
 
 import model
 import muon
-from launch import proof as selftest
-from track import health as watch
+from launch import proof as proofs
+from track import health
 
 
 def first_step(rank, world, broken="", tied=True):
@@ -24,7 +24,7 @@ def first_step(rank, world, broken="", tied=True):
     optimizers = muon.build_optimizers(net, settings, net.row_blocks(), log=lambda text: None)
     named, head = list(net.named_parameters()), "embed.weight" if tied else "lm_head.weight"
     lines, agree = [], exchange(rank, world)
-    proof = selftest.FirstStepProof(
+    proof = proofs.FirstStepProof(
         agree, named, 7 * settings.n_layers, {head: settings.vocab_size}, lines.append
     )
     optimizers[0].watch = proof.watch
@@ -111,7 +111,7 @@ def resumed_before_a_bad_step(rank, world, folder):
     job = SimpleNamespace(
         settings=settings, agree=agree, model=net, optimizers=optimizers, log=lambda text: None, step=5, bad_in_a_row=0
     )  # fmt: skip
-    watcher, pending = watch.Watcher(job), []
+    watcher, pending = health.Watcher(job), []
     ids = torch.randint(0, 257, (8, settings.max_len + 1), generator=torch.Generator().manual_seed(1))
     for loss in (math.nan, 5.0):
         total, _ = net(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
@@ -145,7 +145,7 @@ def test_equal_moves_up_and_down_are_seen_and_gradients_below_epsilon_excused():
         p.grad = gradient * torch.tensor([1.0, -1.0, 1.0, -1.0])
         agree = Rank()
         agree.control = lambda flags, sums: (flags, sums)
-        proof = selftest.FirstStepProof(agree, [("p", p)], blocks=0, log=lambda text: None)
+        proof = proofs.FirstStepProof(agree, [("p", p)], blocks=0, log=lambda text: None)
         proof.before_update()
         with torch.no_grad():
             p.sub_(2.0**-10 * p.grad.sign() * moves)
@@ -159,7 +159,7 @@ def test_oracle_agrees_with_the_exact_factor_whatever_the_shape():
     for shape in ((20, 50), (50, 20), (30, 30)):
         G = torch.randn(shape, dtype=torch.float64)
         U, _, Vh = torch.linalg.svd(G, full_matrices=False)
-        low, high, off = selftest.against_oracle(G, U @ Vh)
+        low, high, off = proofs.against_oracle(G, U @ Vh)
         assert abs(low - 1) < 1e-6 and abs(high - 1) < 1e-6 and off < 1e-6
         other = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
-        assert selftest.against_oracle(G, other[0] @ other[2])[2] > 0.5
+        assert proofs.against_oracle(G, other[0] @ other[2])[2] > 0.5

@@ -58,11 +58,11 @@ def hurt(where: str):
 write(f"pid.{RANK}", str(os.getpid()))
 hurt("import")
 
-from launch import agreement, startup  # noqa: E402
+from launch import board, startup  # noqa: E402
 from settings import load_settings  # noqa: E402
 
 if "lost" in OPTIONS:
-    agreement.LOST["cpu"] = float(OPTIONS["lost"])
+    board.LOST["cpu"] = float(OPTIONS["lost"])
 
 
 def main():
