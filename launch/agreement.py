@@ -19,10 +19,10 @@ SAVER = "saver"  # description of the group that the store's saver threads talk 
 
 
 class Stages:
-    """What the main thread does and until when, on the board. signals: StopSignals; timeout: of a stage, in seconds."""
+    """What the main thread does and until when, on the board."""
 
-    def __init__(self, board: Board, signals, timeout: float, log=print):
-        self.board, self.signals, self.timeout, self.log = board, signals, timeout, log
+    def __init__(self, board: Board, signals: StopSignals, settings, log=print):
+        self.board, self.signals, self.settings, self.log = board, signals, settings, log
         self.count = 0
 
     @contextmanager
@@ -30,7 +30,7 @@ class Stages:
         """One start-up stage: all ranks finish it, or all ranks end with the first failure. timeout in seconds."""
         board, start, key = self.board, time.monotonic(), f"stage/{self.count}/{name}"
         self.count += 1
-        board.task = (name, start + (timeout or self.timeout))
+        board.task = (name, start + (timeout or self.settings.stage_timeout))
         if board.rank == 0:
             self.log(f"stage {name} ...")
         try:
@@ -185,9 +185,9 @@ class Agreement(Stages, Exchange):
             text = f"no answer from rank 0's store at {launcher.address}:{launcher.port}: {first_line(e)}"
             raise StartupError(text, rank=0) from None
         board, signals = Board(launcher, store), StopSignals(says=launcher.rank == 0)
-        Stages.__init__(self, board, signals, settings.stage_timeout, log)
+        Stages.__init__(self, board, signals, settings, log)
         Exchange.__init__(self, launcher.rank, launcher.world)
-        self.settings, self.device = settings, None
+        self.device = None
         self.ending = Ending(board, settings.out_dir, log)
         self.watchdog = Watchdog(board, signals, self.ending.leave)
         self.watchdog.start()

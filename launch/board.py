@@ -30,9 +30,9 @@ class Launcher:
     """What this process was told when it was started: who it is among the ranks, and where the store is."""
 
     def __init__(self, environ, timeout: float):
-        names = dict(rank="RANK", world="WORLD_SIZE", local_rank="LOCAL_RANK", local_world="LOCAL_WORLD_SIZE")
-        for name, variable in names.items():
-            setattr(self, name, int(environ.get(variable, "WORLD" in variable)))
+        self.rank, self.world = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+        self.local_rank = int(environ.get("LOCAL_RANK", 0))
+        self.local_world = int(environ.get("LOCAL_WORLD_SIZE", 1))
         self.torchrun = environ.get("TORCHELASTIC_RUN_ID")
         self.address = environ.get("MASTER_ADDR", "127.0.0.1")
         self.port = int(environ.get("MASTER_PORT", 0)) if "RANK" in environ else 0

@@ -66,9 +66,8 @@ def code() -> dict[str, str]:
     """{file: sha256} of the code of this project, read once: what runs, whatever is edited meanwhile."""
     root, found = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), {}
     rooms = [os.path.dirname(n) for n in glob.glob("*/__init__.py", root_dir=root)]
-    for name in sorted(
-        n for room in ("", *rooms) for n in glob.glob(os.path.join(room, "*.py"), root_dir=root)
-    ):
+    files = [n for room in ("", *rooms) for n in glob.glob(os.path.join(room, "*.py"), root_dir=root)]
+    for name in sorted(files):
         with open(os.path.join(root, name), "rb") as f:
             found[name] = hashlib.sha256(f.read()).hexdigest()
     return found
@@ -100,15 +99,14 @@ def versions(device) -> dict:
     return facts
 
 
-def check_versions(agree, settings, log=print) -> dict:
-    """Versions, code and settings are equal on all ranks. -> this rank's versions"""
+def check_versions(agree, settings, log=print):
+    """Versions, code and settings are equal on all ranks."""
     facts = versions(agree.device)
     check_equal(agree, "the environment", facts)
     check_equal(agree, "the settings", settings.as_dict())
     if agree.rank == 0:
         log("environment: " + ", ".join(f"{k} {v}" for k, v in facts.items() if not k.endswith(".py") and v))
         log(f"environment and settings {settings.digest()[:12]} equal on {agree.world} ranks")
-    return facts
 
 
 PROBE = {"cuda": 4096, "cpu": 256}  # rows of the square matrices that a device is measured with
@@ -304,7 +302,7 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
 @torch.no_grad()
 def fingerprint(named_parameters) -> dict[str, str]:
     """{name: 64-bit hash of the bits of this rank's part}; it changes when two values change places, and when all move by
-    the same amount up or down, as in AdamW's first step, which a plain sum does not see."""
+    the same amount up or down, as in AdamW's first step: a plain sum sees neither."""
     names, sums = [], []
     for name, p in named_parameters:
         flat = local(p).contiguous().flatten()
@@ -342,14 +340,13 @@ def check_weights(agree, named_parameters, shard: int, log=print):
 class FirstStepProof:
     """Watches the run's own first step. Nothing is undone; `conclude` raises on all ranks if any part fails.
 
-        proof = FirstStepProof(agree, model.named_parameters(), blocks)  # blocks: that Muon must orthogonalise
         muon.watch = proof.watch          # ... forward, backward, clip ...
         proof.before_update()             # ... optimizer steps ...
         proof.after_update(rate)
         proof.conclude(loss, grad_norm, expected_loss=math.log(vocab_size))
 
-    `dense` is {parameter name: rows}: rows of that parameter that must have a gradient. A head cut off from the loss
-    shows there even when it is tied to the embedding, whose own gradient reaches only the rows of the batch's tokens.
+    `blocks`: how many Muon must orthogonalise. `dense` is {parameter: rows of it that must have a gradient}: a head cut off
+    from the loss shows there even when it is tied to the embedding, which the batch's tokens reach by themselves.
     """
 
     def __init__(self, agree, named_parameters, blocks: int, dense: dict[str, int] | None = None, log=print):
@@ -438,21 +435,19 @@ class FirstStepProof:
             rms = math.sqrt(max(0.0, float(square)) / smaller)  # of the singular values
             if not (0 < rms <= BAND[1]):
                 problems.append(f"{name}: singular values of RMS {rms:.3g} are outside {BAND}")
-        lows, highs, offs = [], [], []
-        for name, G, factor in self.samples.values():
-            low, high, off = against_oracle(G, factor)
-            lows, highs, offs = [*lows, low], [*highs, high], [*offs, off]
-            if not (low >= BAND[0] and high <= BAND[1] and off <= 0.05):
-                problems.append(
-                    f"{name}: not orthogonalised: singular values {low:.3g} to {high:.3g} (band {BAND}), distance {off:.3g} "
-                    "from U V^T (0.05 allowed)"
-                )
         if not self.samples:
             return problems, ""
+        found = [against_oracle(G, factor) for _, G, factor in self.samples.values()]  # [(low, high, off), …]
+        for (name, _, _), (low, high, off) in zip(self.samples.values(), found, strict=True):
+            if not (low >= BAND[0] and high <= BAND[1] and off <= 0.05):
+                values = f"singular values {low:.3g} to {high:.3g} (band {BAND})"
+                distance = f"distance {off:.3g} from U V^T (0.05 allowed)"
+                problems.append(f"{name}: not orthogonalised: {values}, {distance}")
+        lows, highs, offs = zip(*found, strict=True)
         return problems, (
-            f"rank {self.agree.rank}: {len(self.samples)} sampled blocks of {len(self.names)}: singular values "
-            f"{min(lows):.2f} to {max(highs):.2f} (band {BAND[0]} to {BAND[1]}), off-diagonal distance from the oracle "
-            f"U V^T at most {max(offs):.3f}"
+            f"rank {self.agree.rank}: {len(found)} sampled blocks of {len(self.names)}: singular values {min(lows):.2f} to "
+            f"{max(highs):.2f} (band {BAND[0]} to {BAND[1]}), off-diagonal distance from the oracle U V^T at most "
+            f"{max(offs):.3f}"
         )
 
 

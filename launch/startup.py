@@ -55,9 +55,7 @@ def setup_environment(settings, environ=os.environ):
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         wanted |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if settings.debug:
-        wanted |= dict.fromkeys(
-            ("CUDA_LAUNCH_BLOCKING", "TORCH_USE_CUDA_DSA", "TORCH_SHOW_CPP_STACKTRACES"), "1"
-        )
+        wanted |= {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_USE_CUDA_DSA": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
         wanted |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,COLL"}
     if settings.nccl_safe:
         wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_ALGO": "Ring"}

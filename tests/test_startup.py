@@ -83,25 +83,13 @@ def test_verdict_raises_everywhere_and_names_the_rank():
 # --- equal on all ranks ----------------------------------------------------------------------------------------------
 
 
-def equal_settings(rank, world, odd, change):
-    settings = tiny_settings(**(change if rank == odd else {}))
-    return outcome(lambda: proof.check_equal(exchange(rank, world), "the settings", settings.as_dict()))
-
-
-def test_one_rank_with_another_setting_is_named_with_the_setting():
-    for kind, text, blamed in run(equal_settings, world=3, odd=2, change={"lr": 1e-3}):
-        assert kind == "StartupError" and blamed == 2
-        assert "rank 2 has" in text and '"lr": 0.001' in text and "0.002" in text and "d_model" not in text
-    for kind, text, blamed in run(equal_settings, world=2, odd=1, change={"seed": 7}):
-        assert kind == "StartupError" and blamed == failures.NOBODY, (
-            "one against one: nobody knows who is right"
-        )
-        assert "rank 1 has" in text and "rank 0 {" in text
-
-
-def equal_versions(rank, world, odd, what):
-    """One rank has another torchao, or one byte more in one file."""
-    versions = proof.importlib.metadata.version
+def differing(rank, world, odd, what):
+    """One rank has another setting, another torchao, one byte more in one file, or one bit of one weight."""
+    agree, versions, mine = (
+        exchange(rank, world),
+        proof.importlib.metadata.version,
+        what if rank == odd else "",
+    )
 
     def longer(path, *args, **kwargs):
         with open(path, *args, **kwargs) as f:
@@ -109,33 +97,46 @@ def equal_versions(rank, world, odd, what):
                 io.BytesIO(f.read() + b"#") if str(path).endswith("muon.py") else open(path, *args, **kwargs)
             )
 
-    if rank == odd and what == "version":
+    torch.manual_seed(0)
+    layer, settings = torch.nn.Linear(40, 30), tiny_settings(lr=1e-3 if mine == "settings" else 2e-3)
+    if mine == "version":
         proof.importlib.metadata.version = lambda p: "0.0.1" if p == "torchao" else versions(p)
-    elif rank == odd:
+    elif mine == "code":
         proof.open = longer
+    elif mine == "weights":
+        layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit
     proof.code.cache_clear()
     try:
-        return outcome(lambda: proof.check_versions(exchange(rank, world), tiny_settings(), print))
+        if what == "weights":
+            return outcome(
+                lambda: proof.check_equal(agree, what, proof.fingerprint(layer.named_parameters()))
+            )
+        return outcome(lambda: proof.check_versions(agree, settings, print))
     finally:
         proof.importlib.metadata.version = versions
         proof.__dict__.pop("open", None)
         proof.code.cache_clear()
 
 
-@pytest.mark.parametrize("what, word", [("version", "torchao"), ("code", "muon.py")])
-def test_one_version_or_one_byte_of_code_differs(what, word):
-    assert [r[0] for r in run(equal_versions, world=3, odd=None, what=what)] == ["ok"] * 3
-    for kind, text, blamed in run(equal_versions, world=3, odd=1, what=what):
-        assert kind == "StartupError" and blamed == 1 and word in text and "numpy" not in text
+@pytest.mark.parametrize(
+    "what, words, same",
+    [
+        ("settings", ["the settings differ", "rank 1 has", '"lr": 0.001', "0.002"], "d_model"),
+        ("version", ["the environment differs", '"torchao": "0.0.1"'], "numpy"),
+        ("code", ["muon.py"], "numpy"),
+        ("weights", ['"weight"'], '"bias"'),
+    ],
+)
+def test_the_one_rank_that_differs_is_named_with_what_differs(what, words, same):
+    assert [r[0] for r in run(differing, world=3, odd=None, what=what)] == ["ok"] * 3
+    for kind, text, blamed in run(differing, world=3, odd=1, what=what):
+        assert kind == "StartupError" and blamed == 1 and all(w in text for w in words) and same not in text
 
 
-def equal_weights(rank, world, odd):
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(40, 30)
-    if rank == odd:
-        layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit of one weight
-    prints = proof.fingerprint(layer.named_parameters())
-    return outcome(lambda: proof.check_equal(exchange(rank, world), "weights", prints))
+def test_one_against_one_blames_nobody():
+    for kind, text, blamed in run(differing, world=2, odd=1, what="settings"):
+        assert kind == "StartupError" and blamed == failures.NOBODY, "nobody knows who is right"
+        assert "rank 1 has" in text and "rank 0 {" in text
 
 
 def test_fingerprints_see_one_bit_and_an_exchange():
@@ -153,12 +154,6 @@ def test_fingerprints_see_one_bit_and_an_exchange():
         assert [n for n in after if after[n] != before[n]] == differ
         before = after
     assert after["weight"] == first["weight"], "exchanged and back"
-
-
-def test_one_bit_of_one_weight_differs():
-    assert [r[0] for r in run(equal_weights, world=3, odd=None)] == ["ok"] * 3
-    for kind, text, blamed in run(equal_weights, world=3, odd=1):
-        assert kind == "StartupError" and blamed == 1 and '"weight"' in text and '"bias"' not in text
 
 
 # --- devices -----------------------------------------------------------------------------------------------------------
@@ -293,17 +288,14 @@ def test_storage_is_tried_before_it_is_needed(tmp_path):
     lines = []
     proof.check_storage(Rank(), str(tmp_path / "new"), 1000, lines.append)
     assert "read back" in lines[0] and os.listdir(tmp_path / "new") == []
-    with pytest.raises(startup.StartupError, match="ckpt_keep") as e:
-        proof.check_storage(Rank(), str(tmp_path), 10**18)
-    assert e.value.exit_code == 74
     (tmp_path / "file").touch()
-    with pytest.raises(startup.StartupError, match="file") as e:
-        proof.check_storage(Rank(), str(tmp_path / "file"), 0)
-    assert e.value.exit_code == 74
+    for folder, need, words in ((tmp_path, 10**18, "ckpt_keep"), (tmp_path / "file", 0, "file")):
+        with pytest.raises(startup.StartupError, match=words) as e:
+            proof.check_storage(Rank(), str(folder), need)
+        assert e.value.exit_code == 74
 
 
-# --- the first step ---------------------------------------------------------------------------------------------------------
-
+# --- who is a victim ------------------------------------------------------------------------------------------------
 
 PACKAGE = "/site-packages/torch"
 
@@ -429,7 +421,7 @@ def bare(rank=0, world=1, environ=None, store=None):
     launcher, ends = board.Launcher({"RANK": str(rank), "WORLD_SIZE": str(world)} | (environ or {}), 60), []
     its = board.Board(launcher, store or dist.HashStore())
     signals = SimpleNamespace(name=None)
-    stages = agreement.Stages(its, signals, timeout=60)
+    stages = agreement.Stages(its, signals, tiny_settings())
     return stages, watchdog.Watchdog(its, signals, ends.append), ends
 
 
