@@ -2,7 +2,9 @@
 
     entry.py       what a script does before any other import
     startup.py     from settings to a process group, and from an error to an exit code
-    agreement.py   how ranks agree; who is blamed
+    agreement.py   how ranks agree: stages, deadlines, values
+    watchdog.py    the thread that ends a rank, and knows whom to blame
+    board.py       what ranks write for each other, and how a process ends
     failures.py    what went wrong, in words and codes
     proof.py       what must be proven before a long run may go on
 
@@ -11,4 +13,4 @@ deadline, and the last word names it. (The face names modules, and imports none:
 before torch is there.)
 """
 
-__all__ = ["agreement", "entry", "failures", "proof", "startup"]
+__all__ = ["agreement", "entry", "proof", "startup"]

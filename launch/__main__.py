@@ -21,21 +21,18 @@ def again(out_dir: str, limit: int = 3, wait: float = 10.0) -> tuple[bool, str]:
     if os.path.exists(memory):
         with open(memory, encoding="utf-8") as f:
             before = json.load(f)
+        os.remove(memory)
     saved = max(before["saved"], status.get("saved") or -1)
     fruitless = 0 if saved > before["saved"] else before["fruitless"] + 1
-    if name not in ("running", "system", "io"):  # stopped: somebody, or the job's limit, asked for it
-        answer = False, f"{name}: {why}" if why else name
-    elif fruitless >= limit:
-        answer = False, f"{name}: {fruitless} launches in a row saved nothing new; {why}"
-    else:
+    if name in ("running", "system", "io") and fruitless < limit:
         with open(memory, "w", encoding="utf-8") as f:
             json.dump({"saved": saved, "fruitless": fruitless}, f)
         time.sleep(wait * fruitless)
         return True, f"{name}: start again ({fruitless} of {limit} launches in a row saved nothing new)"
     write_status(out_dir, **status)  # the last word stays readable
-    if os.path.exists(memory):
-        os.remove(memory)
-    return answer
+    if name in ("running", "system", "io"):
+        name = f"{name}: {fruitless} launches in a row saved nothing new"
+    return False, f"{name}: {why}" if why else name  # stopped: somebody, or the job's limit, asked for it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each script does before anything else: `import entry` and `entry.prepare()`, above all other imports.
+"""What each script does before anything else: `from launch import entry` and `entry.prepare()`.
 
 A newcomer's first mistakes (another Python, an environment without torch) become a sentence instead of a traceback, and
 a console that cannot take a character, or that nobody reads any more, never ends the work. Runs on any Python 3.
@@ -42,7 +42,7 @@ def prepare(lost=""):
 
 
 def interrupt(number, frame):
-    """Ctrl-C, until agreement.py takes it over. Inside an import it ends the process here: some libraries swallow the
+    """Ctrl-C, until the watchdog takes it over. Inside an import it ends the process here: some libraries swallow the
     exception there, or make another of it."""
     while frame and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back

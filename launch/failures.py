@@ -14,6 +14,7 @@ import traceback
 CODES = {
     0: "done", 3: "stopped", 64: "settings", 65: "data", 70: "failed", 71: "system", 74: "io", 130: "interrupted",
 }  # fmt: skip
+NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
 # Files whose lines launch kernels: torch's and other packages', compiled code, and ours that compute.
 LAUNCHES = re.compile(
     r"/(torch|triton|torchao|bitsandbytes|torchinductor\w*)/|\b(model|muon)\.py$|\bkernels/\w+\.py$|^<"
@@ -21,12 +22,11 @@ LAUNCHES = re.compile(
 
 
 class StartupError(RuntimeError):
-    """A start-up check failed. `rank` is the rank that it points to, or NOBODY."""
+    """A start-up check failed. `rank` is the rank that it points to, or NOBODY; None: the one that raises it."""
 
-    exit_code = 71
-
-    def __init__(self, text: str, rank: int | None = None):
+    def __init__(self, text: str, rank: int | None = None, exit_code: int = 71):
         super().__init__(text)
+        self.exit_code = exit_code
         if rank is not None:
             self.rank = rank
 
@@ -52,15 +52,13 @@ class Stopped(RuntimeError):
 def write_status(out_dir: str, status: str, exit_code: int | None, **info):
     """Replace out_dir/status.json: what the run is, or ended as. Atomic; any rank may write the same failure."""
     os.makedirs(out_dir, exist_ok=True)
-    text = dict(
-        status=status,
-        exit_code=exit_code,
-        resumable=status in ("running", "stopped", "interrupted", "system", "io"),
+    resumable = status in ("running", "stopped", "interrupted", "system", "io")
+    facts = dict(
+        status=status, exit_code=exit_code, resumable=resumable, time=time.strftime("%Y-%m-%dT%H:%M:%S%z")
     )
-    text |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **info}
     path = os.path.join(out_dir, "status.json")
     with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "w", encoding="utf-8") as f:
-        json.dump(text, f, indent=1)
+        json.dump(facts | info, f, indent=1)
     os.replace(f.name, path)
 
 

@@ -4,14 +4,14 @@
 * Every device gives the same bits twice, the same as all others, and about as fast.
 * Every element that a collective moves is compared with a pattern of rank and position, on the real groups.
 * The GPUs of a node reach each other directly; the output folder holds what will be written.
-* The run's own first step is watched (`FirstStepProof`): nothing is undone, and a failed proof ends the run before
-  anything is saved.
+* The run's own first step is watched (`FirstStepProof`); a failed proof ends the run before anything is saved.
 
 The checks get an agreement object and values, and know nothing of the model, the optimizers or the data. Reference for
 checking every element: NVIDIA's nccl-tests.
 """
 
 import functools
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -31,13 +31,11 @@ import torch.distributed as dist
 
 from kernels import local
 
-from .agreement import NOBODY
-from .failures import StartupError
+from .failures import NOBODY, StartupError
 
 NEXT = "Next: nvidia-smi topo -m; dmesg -T | grep Xid; NOVA_NCCL_SAFE=1 avoids the peer-to-peer paths"
 BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Express steps end in [0.86, 1.14]
 WELL = 0.02  # directions above this share of a gradient's norm must be orthogonalised; weaker ones may lag
-OPERATIONS = "all_gather_into_tensor reduce_scatter_tensor all_reduce broadcast all_to_all_single".split()
 
 
 # --- checks of the machine ----------------------------------------------------------------------------------------
@@ -51,34 +49,28 @@ def check_equal(agree, what: str, value):
     odd = [r for r, t in enumerate(texts) if t != usual]
     if not odd:
         return
+    other = texts.index(usual)
     clear = texts.count(usual) * 2 > len(texts)  # one against one: nobody can say who is right
-    mine, theirs = values[odd[0]], values[texts.index(usual)]
+    mine, theirs = values[odd[0]], values[other]
     if isinstance(mine, dict) and isinstance(theirs, dict):
         names = [k for k in {**theirs, **mine} if mine.get(k) != theirs.get(k)]
         mine, theirs = ({k: v.get(k) for k in names} for v in (mine, theirs))
-    raise StartupError(
-        f"{what} differs: rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} {'has' if len(odd) == 1 else 'have'} "
-        f"{shorten(mine)}, {'the others' if clear else f'rank {texts.index(usual)}'} {shorten(theirs)}",
-        rank=odd[0] if clear else NOBODY,
-    )
-
-
-def shorten(value, room: int = 300) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return text if len(text) <= room else text[:room] + "…"
+    mine, theirs = (json.dumps(v, sort_keys=True)[:300] for v in (mine, theirs))
+    who = f"rank {odd[0]} has" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} have"
+    them = "the others" if clear else f"rank {other}"
+    raise StartupError(f"{what} differs: {who} {mine}, {them} {theirs}", rank=odd[0] if clear else NOBODY)
 
 
 @functools.cache
 def code() -> dict[str, str]:
     """{file: sha256} of the code of this project, read once: what runs, whatever is edited meanwhile."""
     root, found = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), {}
-    rooms = [n for n in os.listdir(root) if os.path.exists(os.path.join(root, n, "__init__.py"))]
-    for folder in ("", *rooms):
-        for name in os.listdir(os.path.join(root, folder)):
-            if name.endswith(".py"):
-                with open(os.path.join(root, folder, name), "rb") as f:
-                    found[os.path.join(folder, name)] = hashlib.sha256(f.read()).hexdigest()
-    return dict(sorted(found.items()))
+    rooms = [os.path.dirname(n) for n in glob.glob("*/__init__.py", root_dir=root)]
+    files = [n for room in ("", *rooms) for n in glob.glob(os.path.join(room, "*.py"), root_dir=root)]
+    for name in sorted(files):
+        with open(os.path.join(root, name), "rb") as f:
+            found[name] = hashlib.sha256(f.read()).hexdigest()
+    return found
 
 
 def code_digest() -> str:
@@ -107,23 +99,23 @@ def versions(device) -> dict:
     return facts
 
 
-def check_versions(agree, settings, log=print) -> dict:
-    """Versions, code and settings are equal on all ranks. -> this rank's versions"""
+def check_versions(agree, settings, log=print):
+    """Versions, code and settings are equal on all ranks."""
     facts = versions(agree.device)
     check_equal(agree, "the environment", facts)
     check_equal(agree, "the settings", settings.as_dict())
     if agree.rank == 0:
         log("environment: " + ", ".join(f"{k} {v}" for k, v in facts.items() if not k.endswith(".py") and v))
         log(f"environment and settings {settings.digest()[:12]} equal on {agree.world} ranks")
-    return facts
 
 
 PROBE = {"cuda": 4096, "cpu": 256}  # rows of the square matrices that a device is measured with
 
 
-def matmul_bits(device, size: int, seed: int = 1234) -> tuple[str, bool]:
-    """(hash of the bits, finite) of a product of two fixed random bf16 matrices (size, size)."""
-    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers on any device
+def matmul_bits(device) -> tuple[str, bool]:
+    """(hash of the bits, finite) of a product of two fixed random bf16 matrices."""
+    size = PROBE[device.type]
+    generator = torch.Generator().manual_seed(1234)  # on the CPU: the same numbers on any device
     a, b = (torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     product = a @ b
     bits = product.cpu().view(torch.int16).numpy().tobytes()
@@ -149,7 +141,7 @@ def matmul_rate(device, repeats: int = 50) -> float:
 def check_device(agree, log=print):
     """Each device repeats its own bits, gives the same bits as all others, and is not much slower than they are."""
     gpu = agree.device.type == "cuda"
-    results, problem = [matmul_bits(agree.device, PROBE[agree.device.type]) for _ in range(3)], None
+    results, problem = [matmul_bits(agree.device) for _ in range(3)], None
     if not results[0][1]:
         problem = StartupError(f"rank {agree.rank}: a matrix product of finite numbers is not finite. {NEXT}")
     elif len(set(results)) > 1:
@@ -160,33 +152,25 @@ def check_device(agree, log=print):
     usual, slow = statistics.median(rates), min(range(agree.world), key=rates.__getitem__)
     text = f"{usual:.1f} TFLOP/s in bf16 (median), slowest rank {slow} with {rates[slow]:.1f}"
     if gpu and rates[slow] < 0.6 * usual:
-        text += ": is another process on it, or is it throttled?"
-        raise StartupError(f"device check: {text} {NEXT}", rank=slow)
+        question = "is another process on it, or is it throttled?"
+        raise StartupError(f"device check: {text}: {question} {NEXT}", rank=slow)
     if agree.rank == 0:
         text += " SLOW" if rates[slow] < 0.9 * usual else ""
         log(f"devices: same bits on {agree.world} ranks; {text}")
 
 
-def link_kinds(topology: str) -> dict[tuple[int, int], str]:
-    """{(i, j): kind} from the text of `nvidia-smi topo -m`; NV18 is 18 NVLinks, PIX/PXB/PHB/NODE/SYS are not NVLink."""
-    kinds = {}
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines():
-        cells = line.split()
-        if cells and re.fullmatch(r"GPU\d+", cells[0]) and not all(c.startswith("GPU") for c in cells[:2]):
-            kinds |= {(int(cells[0][3:]), j): kind for j, kind in enumerate(cells[1:])}
-    return kinds
-
-
 def slow_links(count: int, peer: callable, topology: str | None) -> list[str]:
-    """What is wrong between the GPUs of one node: no peer access, or no NVLink where the topology is known."""
+    """What is wrong between the GPUs of one node: no peer access, or no NVLink in the text of `nvidia-smi topo -m` (NV18
+    is 18 NVLinks; PIX, PXB, PHB, NODE and SYS are not NVLink)."""
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     wrong = [f"GPU {i} cannot access GPU {j}" for i, j in pairs if not peer(i, j)]
-    kinds = link_kinds(topology or "")
-    return wrong + [
-        f"GPU {i} to GPU {j}: {kinds[i, j]}, not NVLink"
-        for i, j in pairs
-        if (i, j) in kinds and not kinds[i, j].startswith("NV")
-    ]
+    rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", topology or "").splitlines()]
+    kinds = {row[0]: row[1:] for row in rows if row}
+    for i, j in pairs:
+        kind = kinds.get(f"GPU{i}", [])[j : j + 1]
+        if kind and not kind[0].startswith("NV"):
+            wrong.append(f"GPU {i} to GPU {j}: {kind[0]}, not NVLink")
+    return wrong
 
 
 def check_links(agree, settings, log=print):
@@ -195,12 +179,13 @@ def check_links(agree, settings, log=print):
         return
     problem, count = None, torch.cuda.device_count()
     if agree.local_rank == 0 and count > 1:
-        try:
-            answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
-            # it shows all GPUs
-            topology = answer.stdout if "CUDA_VISIBLE_DEVICES" not in os.environ else None
-        except (OSError, subprocess.SubprocessError):
-            topology = None
+        topology = None
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # nvidia-smi shows, and numbers, all GPUs
+            try:
+                command = ["nvidia-smi", "topo", "-m"]
+                topology = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+            except (OSError, subprocess.SubprocessError):
+                pass
         wrong = slow_links(count, torch.cuda.can_device_access_peer, topology)
         text = f"{len(wrong)} slow links on {socket.gethostname()}: {'; '.join(wrong[:4])}"
         if wrong and not settings.allow_slow_links:
@@ -213,32 +198,29 @@ def check_links(agree, settings, log=print):
 
 def check_storage(agree, out_dir: str, need: int, log=print):
     """out_dir can be written, read back, and holds `need` bytes (all checkpoints that may lie there at once)."""
-    problem, path = None, os.path.join(out_dir, f".probe.{agree.rank}")
+    problem, where = None, f"{out_dir} on {socket.gethostname()}"
+    path, token = os.path.join(out_dir, f".probe.{agree.rank}"), os.urandom(1 << 20)
     try:
         os.makedirs(out_dir, exist_ok=True)
-        token = os.urandom(1 << 20)
         with open(path, "wb") as f:
             f.write(token)
             f.flush()
             os.fsync(f.fileno())
         with open(path, "rb") as f:
             if f.read() != token:
-                problem = StartupError(f"{out_dir} on {socket.gethostname()}: a file reads back differently")
+                problem = f"{where}: a file reads back differently"
         os.remove(path)
         free = shutil.disk_usage(out_dir).free
         if free < need:
-            text = (
-                f"{out_dir} has {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB are needed for its checkpoints"
+            problem = (
+                f"{out_dir} has {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB are needed for its checkpoints: set "
+                "--out_dir to a larger disk, lower ckpt_keep, or delete old checkpoints there"
             )
-            cure = "set --out_dir to a larger disk, lower ckpt_keep, or delete old checkpoints there"
-            problem = StartupError(f"{text}: {cure}")
         elif agree.rank == 0:
             log(f"storage: {out_dir} read back, {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB needed")
     except OSError as e:
-        problem = StartupError(f"{out_dir} on {socket.gethostname()}: {e.strerror or e}")
-    if problem:
-        problem.exit_code = 74
-    agree.verdict(problem, "storage")
+        problem = f"{where}: {e.strerror or e}"
+    agree.verdict(StartupError(problem, exit_code=74) if problem else None, "storage")
 
 
 # --- the collective self-test -------------------------------------------------------------------------------------
@@ -258,16 +240,13 @@ def check_collectives(agree, device, groups: dict | None = None, log=print):
     problems, lines = [], []
     for name, group in (groups or {"world": None}).items():
         for size in (1 << 12, 1 << 20, top):
-            found, speed = collective_round(device, group, size)
-            problems += [f"{name} group, {size} bytes: {f}" for f in found]
+            wrong, speed = collective_round(device, group, size)
+            problems += [f"{name} group, {size} bytes: {w}" for w in wrong]
         lines.append(f"{name}: " + ", ".join(f"{op} {gb:.2f}" for op, gb in speed.items()))
-    problem = None
-    if problems:
-        problem = StartupError(f"rank {agree.rank} received wrong data: {'; '.join(problems[:3])}. {NEXT}")
-    agree.verdict(problem, "collective self-test")
-    if agree.rank == 0:
-        for line in lines:
-            log(f"collectives, all elements right, GB/s at {top / 2**20:.0f} MiB: {line}")
+    text = f"rank {agree.rank} received wrong data: {'; '.join(problems[:3])}. {NEXT}"
+    agree.verdict(StartupError(text) if problems else None, "collective self-test")
+    for line in lines if agree.rank == 0 else ():
+        log(f"collectives, all elements right, GB/s at {top / 2**20:.0f} MiB: {line}")
 
 
 def collective_round(device, group, size: int) -> tuple[list[str], dict[str, float]]:
@@ -275,29 +254,23 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
     world, me = dist.get_world_size(group), dist.get_rank(group)
     root = dist.get_process_group_ranks(group or dist.group.WORLD)[-1]
     part = max(1, size // 4 // world) + 1  # odd sizes: not a multiple of a vector or a page
-    whole = part * world
+    whole, place = part * world, slice(me * part, (me + 1) * part)
 
     def terms(rank):  # of a sum that fp32 holds exactly: integers below 2^24
         return (pattern(rank, whole, device) % 1009).float()
 
-    mine, total = terms(me), torch.zeros(whole, device=device)
-    for r in range(world):
-        total += terms(r)
+    mine, total = terms(me), sum((terms(r) for r in range(world)), torch.zeros(whole, device=device))
     gathered = torch.cat([pattern(r, part, device) for r in range(world)])
     exchanged = torch.cat([pattern(r, part, device, shift=me) for r in range(world)])
     to_send = torch.cat([pattern(me, part, device, shift=r) for r in range(world)])
-    everyone = pattern(world - 1, whole, device)
-
-    def prepare(name):  # -> (tensor to receive into, what it must hold then, what else the call takes)
-        if name == "all_gather_into_tensor":
-            return torch.zeros_like(gathered), gathered, [pattern(me, part, device)]
-        if name == "reduce_scatter_tensor":
-            return torch.zeros(part, device=device), total[me * part : (me + 1) * part], [mine.clone()]
-        if name == "all_reduce":
-            return mine.clone(), total, []
-        if name == "broadcast":
-            return everyone.clone() if me == world - 1 else torch.zeros_like(everyone), everyone, [root]
-        return torch.zeros_like(exchanged), exchanged, [to_send]
+    told = pattern(world - 1, whole, device)
+    cases = {  # collective: (what is there before, what must be there after, what else the call takes)
+        "all_gather_into_tensor": (torch.zeros_like(gathered), gathered, [pattern(me, part, device)]),
+        "reduce_scatter_tensor": (torch.zeros(part, device=device), total[place], [mine]),
+        "all_reduce": (mine, total, []),
+        "broadcast": (told if me == world - 1 else torch.zeros_like(told), told, [root]),
+        "all_to_all_single": (torch.zeros_like(exchanged), exchanged, [to_send]),
+    }
 
     def wait():
         if device.type == "cuda":
@@ -305,22 +278,20 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
 
     wrong, speed = [], {}
     # All of them, three times, whatever is found: ranks must stay in step until the verdict.
-    for name in OPERATIONS:
+    for name, (before, want, rest) in cases.items():
         for _ in range(3):
+            got, rest = before.clone(), [v.clone() if torch.is_tensor(v) else v for v in rest]
+            wait()
+            start = time.perf_counter()
             with warnings.catch_warnings():  # torch 2.13 renames two of them; 2.11 has the old names only
                 warnings.simplefilter("ignore", FutureWarning)
-                got, want, rest = prepare(name)
-                wait()
-                start = time.perf_counter()
                 getattr(dist, name)(got, *rest, group=group)
-                wait()
-                seconds = time.perf_counter() - start
+            wait()
+            seconds = time.perf_counter() - start
             if not torch.equal(got, want):
-                i = int((got != want).nonzero()[0])
-                wrong.append(
-                    f"{name}: {int((got != want).sum())} of {got.numel()} elements, first at {i}: {got[i].item()}, not "
-                    f"{want[i].item()} (part of rank {i // part})"
-                )
+                i, count = int((got != want).nonzero()[0]), int((got != want).sum())
+                values = f"{got[i].item()}, not {want[i].item()} (part of rank {i // part})"
+                wrong.append(f"{name}: {count} of {got.numel()} elements, first at {i}: {values}")
         speed[name] = whole * 4 / seconds / 1e9
     return wrong, speed
 
@@ -331,7 +302,7 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
 @torch.no_grad()
 def fingerprint(named_parameters) -> dict[str, str]:
     """{name: 64-bit hash of the bits of this rank's part}; it changes when two values change places, and when all move by
-    the same amount up or down, as in AdamW's first step, which a plain sum does not see."""
+    the same amount up or down, as in AdamW's first step: a plain sum sees neither."""
     names, sums = [], []
     for name, p in named_parameters:
         flat = local(p).contiguous().flatten()
@@ -369,20 +340,20 @@ def check_weights(agree, named_parameters, shard: int, log=print):
 class FirstStepProof:
     """Watches the run's own first step. Nothing is undone; `conclude` raises on all ranks if any part fails.
 
-        proof = FirstStepProof(agree, model.named_parameters(), blocks=settings.n_layers * len(plan.matrices(settings)))
         muon.watch = proof.watch          # ... forward, backward, clip ...
         proof.before_update()             # ... optimizer steps ...
         proof.after_update(rate)
         proof.conclude(loss, grad_norm, expected_loss=math.log(vocab_size))
 
-    `dense` is {parameter name: rows}: rows of that parameter that must have a gradient. A head cut off from the loss
-    shows there even when it is tied to the embedding, whose own gradient reaches only the rows of the batch's tokens.
+    `blocks`: how many Muon must orthogonalise. `dense` is {parameter: rows of it that must have a gradient}: a head cut off
+    from the loss shows there even when it is tied to the embedding, which the batch's tokens reach by themselves.
     """
 
     def __init__(self, agree, named_parameters, blocks: int, dense: dict[str, int] | None = None, log=print):
         self.agree, self.parameters, self.blocks = agree, list(named_parameters), blocks
         self.dense, self.log = dense or {}, log
         self.names, self.norms, self.samples = [], [], {}
+        self.facts = {}  # {parameter: counts of this rank, which `conclude` adds up over ranks}
 
     def watch(self, name: str, G, factor):
         """Muon calls it on the owner of each block with what went in and its orthogonal factor, both (rows, columns).
@@ -396,69 +367,66 @@ class FirstStepProof:
     def before_update(self):
         """After backward and clip: how many elements of each gradient are not zero, or not finite."""
         self.bits = fingerprint(self.parameters)
-        self.gradients, self.largest = [], []
         for name, p in self.parameters:
-            g = None if p.grad is None else local(p.grad)
-            rows = 0 if g is None or name not in self.dense else int((g != 0).flatten(1).any(1).sum())
-            finite = g is None or bool(g.isfinite().all())
-            self.gradients.append((0 if g is None else int(g.count_nonzero()), int(not finite), rows))
-            self.largest.append(0.0 if g is None or not g.numel() else float(g.abs().max()))
+            g = torch.zeros(1, 1) if p.grad is None else local(p.grad)
+            self.facts[name] = {
+                "gradient": int(g.count_nonzero()),
+                "wild": int(not g.isfinite().all()),
+                "rows": int((g != 0).flatten(1).any(1).sum()) if name in self.dense else 0,
+                "largest": float(g.abs().max()) if g.numel() else 0.0,
+            }
 
     def after_update(self, rate: float, epsilon: float = 1e-8):
         """After the optimizers: which parameters moved. `rate` is the smallest rate of the step, `epsilon` AdamW's, whose
         first step is rate * g / (|g| + epsilon). Standing still is no fault where the step is below the fp32 resolution of
         a parameter's values (norm scales of 1 early in a long warm-up), or where gradients are far below epsilon (lambda,
         which the head norm cancels at first)."""
-        self.moved = []
         bits = fingerprint(self.parameters)
-        for (name, p), gradient in zip(self.parameters, self.largest, strict=True):
-            values = local(p)
+        for name, p in self.parameters:
+            values, gradient = local(p), self.facts[name].pop("largest")
             largest = float(values.abs().max()) if values.numel() else 0.0
             step = rate * gradient / (gradient + epsilon)
-            self.moved.append((int(bits[name] != self.bits[name]), int(step < largest * 2.0**-22)))
+            self.facts[name] |= dict(
+                moved=int(bits[name] != self.bits[name]), may_stand=int(step < largest * 2.0**-22)
+            )
 
     def conclude(self, loss: float, grad_norm: float, expected_loss: float | None = None):
         """Print one line for each part; raise StartupError or RankFailed on all ranks if any part fails. `loss` is in
         nats/token; expected_loss is None where the weights are not fresh."""
-        table = [v for row in zip(self.gradients, self.moved, strict=True) for pair in row for v in pair]
-        _, sums = self.agree.control([], [float(v) for v in [len(self.names), *table]])
-        rows = [sums[1 + 5 * i : 6 + 5 * i] for i in range(len(self.parameters))]
-        by_name = {n: row for (n, _), row in zip(self.parameters, rows, strict=True)}
-        problems, lines = [], []
-
-        def part(ok: bool, text: str):
-            lines.append(text)
-            if not ok:
-                problems.append(text)
-
-        part(int(sums[0]) == self.blocks, f"Muon orthogonalised {sums[0]:.0f} blocks, {self.blocks} expected")
-        for what, names in (
-            ("without a gradient", [n for n, r in by_name.items() if r[0] == 0]),
-            ("with a non-finite gradient", [n for n, r in by_name.items() if r[1]]),
-            ("that did not move", [n for n, r in by_name.items() if not r[3] and not r[4]]),
-        ):
-            more = f": {', '.join(names[:5])}" if names else ""
-            part(not names, f"{len(names)} of {len(rows)} parameters {what}{more}")
-        for name, wanted in self.dense.items():
-            part(
-                by_name[name][2] >= wanted,
-                f"{name}: {by_name[name][2]:.0f} rows with a gradient, {wanted} expected",
-            )
-        part(math.isfinite(grad_norm) and grad_norm > 0, f"gradient norm {grad_norm:.4g}")
-        if expected_loss is not None:
-            near = abs(loss - expected_loss) <= 0.2
-            part(near, f"loss {loss:.4f}, a fresh model starts at {expected_loss:.4f} ± 0.2")
-        else:
-            part(math.isfinite(loss), f"loss {loss:.4f}")
-        here, facts = self._matrices()
-        lines += [f for f in self.agree.gather(facts) if f]
-        if self.agree.rank == 0:
-            for line in lines:
-                self.log(f"first step: {line}")
+        near = expected_loss is None or abs(loss - expected_loss) <= 0.2
+        fresh = "" if expected_loss is None else f", a fresh model starts at {expected_loss:.4f} ± 0.2"
+        parts = [
+            *self._counts(),
+            (math.isfinite(grad_norm) and grad_norm > 0, f"gradient norm {grad_norm:.4g}"),
+            (math.isfinite(loss) and near, f"loss {loss:.4f}{fresh}"),
+        ]
+        here, found = self._matrices()
+        lines = [text for _, text in parts] + [text for text in self.agree.gather(found) if text]
+        for line in lines if self.agree.rank == 0 else ():
+            self.log(f"first step: {line}")
         self.agree.verdict(StartupError("; ".join(here)) if here else None, "first step: Muon")
-        if problems:
+        if problems := [text for holds, text in parts if not holds]:
             raise StartupError("first step: " + "; ".join(problems), rank=NOBODY)
         self.samples.clear()
+
+    def _counts(self) -> list[tuple[bool, str]]:
+        """[(does it hold, in words)] of what is added up over all ranks: blocks, gradients, moves, dense rows."""
+        mine = [float(v) for fact in self.facts.values() for v in fact.values()]
+        (blocks, *sums) = self.agree.control([], [float(len(self.names)), *mine])[1]
+        values = iter(sums)
+        total = {name: {key: next(values) for key in fact} for name, fact in self.facts.items()}
+        parts = [(blocks == self.blocks, f"Muon orthogonalised {blocks:.0f} blocks, {self.blocks} expected")]
+        for what, names in (
+            ("without a gradient", [n for n, t in total.items() if not t["gradient"]]),
+            ("with a non-finite gradient", [n for n, t in total.items() if t["wild"]]),
+            ("that did not move", [n for n, t in total.items() if not t["moved"] and not t["may_stand"]]),
+        ):
+            more = f": {', '.join(names[:5])}" if names else ""
+            parts.append((not names, f"{len(names)} of {len(total)} parameters {what}{more}"))
+        for name, wanted in self.dense.items():
+            rows = total[name]["rows"]
+            parts.append((rows >= wanted, f"{name}: {rows:.0f} rows with a gradient, {wanted} expected"))
+        return parts
 
     def _matrices(self) -> tuple[list[str], str]:
         """This rank's blocks: norms of all of them, singular values of one of each kind, one oracle comparison."""
@@ -467,20 +435,20 @@ class FirstStepProof:
             rms = math.sqrt(max(0.0, float(square)) / smaller)  # of the singular values
             if not (0 < rms <= BAND[1]):
                 problems.append(f"{name}: singular values of RMS {rms:.3g} are outside {BAND}")
-        low, high, off = math.inf, 0.0, 0.0
-        for name, G, factor in self.samples.values():
-            found = against_oracle(G, factor)
-            low, high, off = min(low, found[0]), max(high, found[1]), max(off, found[2])
-            if not (found[0] >= BAND[0] and found[1] <= BAND[1] and found[2] <= 0.05):
-                problems.append(
-                    f"{name}: not orthogonalised: singular values {found[0]:.3g} to {found[1]:.3g} (band {BAND}), distance "
-                    f"{found[2]:.3g} from U V^T (0.05 allowed)"
-                )
-        facts = (
-            f"rank {self.agree.rank}: {len(self.samples)} sampled blocks of {len(self.names)}: singular values {low:.2f} to "
-            f"{high:.2f} (band {BAND[0]} to {BAND[1]}), off-diagonal distance from the oracle U V^T at most {off:.3f}"
+        if not self.samples:
+            return problems, ""
+        found = [against_oracle(G, factor) for _, G, factor in self.samples.values()]  # [(low, high, off), …]
+        for (name, _, _), (low, high, off) in zip(self.samples.values(), found, strict=True):
+            if not (low >= BAND[0] and high <= BAND[1] and off <= 0.05):
+                values = f"singular values {low:.3g} to {high:.3g} (band {BAND})"
+                distance = f"distance {off:.3g} from U V^T (0.05 allowed)"
+                problems.append(f"{name}: not orthogonalised: {values}, {distance}")
+        lows, highs, offs = zip(*found, strict=True)
+        return problems, (
+            f"rank {self.agree.rank}: {len(found)} sampled blocks of {len(self.names)}: singular values {min(lows):.2f} to "
+            f"{max(highs):.2f} (band {BAND[0]} to {BAND[1]}), off-diagonal distance from the oracle U V^T at most "
+            f"{max(offs):.3f}"
         )
-        return problems, facts if self.samples else ""
 
 
 def against_oracle(G, factor) -> tuple[float, float, float]:

@@ -1,15 +1,14 @@
 """How a run starts, and how it ends.
 
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])   # before torch is imported
-    agree = startup.init(SETTINGS)                                  # control plane, device, process group
-    with agree.stage("environment"): selftest.check_versions(agree, SETTINGS)
+    agree = startup.init(SETTINGS)                                  # board, watchdog, device, process group
+    with agree.stage("environment"): proof.check_versions(agree, SETTINGS)
     ...
     startup.run_main(main)                                          # status.json, one readable line, exit code
 
-`agreement.py` holds what ranks agree with, `selftest.py` what they must prove. What a run ended as is in status.json;
-under plain python the exit code says the same (CODES). torchrun turns every failure into 1 and would restart even a
-user's mistake, so under it an agreed stop exits 0, --max-restarts is refused, and the README's loop starts a fresh
-torchrun for as long as `python -m launch again OUT_DIR` says so.
+What a run ended as is in status.json; under plain python the exit code says the same (CODES). torchrun turns every
+failure into 1 and would restart even a user's mistake, so under it an agreed stop exits 0, --max-restarts is refused, and
+the README's loop starts a fresh torchrun for as long as `python -m launch again OUT_DIR` says so.
 
 torch is imported inside functions: a mistyped setting is reported at once, and the environment is set first.
 """
@@ -24,7 +23,7 @@ import traceback
 from .agreement import Agreement
 from .failures import CODES, StartupError, Stopped, describe, exit_code_of, write_status
 
-__all__ = ["Agreement", "StartupError", "Stopped"]  # for train_nova.py and drill.py
+__all__ = ["Agreement", "StartupError", "Stopped"]  # what a run holds, and how it may end
 
 
 # --- start -----------------------------------------------------------------------------------------------------
@@ -41,7 +40,7 @@ def load_or_exit(load, argv: list[str]):
 
 
 def end_early(error: BaseException, argv: list[str]):
-    """End before there is a control plane. Under torchrun the first to end has the others stopped: one line a node."""
+    """End before there is a board. Under torchrun the first to end has the others stopped: one line a node."""
     time.sleep(1 if int(os.environ.get("LOCAL_RANK", 0)) else 0)
     if {"--debug", "--debug=true", "--debug=1"} & set(argv) or os.environ.get("NOVA_DEBUG") == "1":
         traceback.print_exception(error)
@@ -56,10 +55,8 @@ def setup_environment(settings, environ=os.environ):
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         wanted |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if settings.debug:
-        wanted |= {
-            "CUDA_LAUNCH_BLOCKING": "1", "TORCH_USE_CUDA_DSA": "1", "TORCH_SHOW_CPP_STACKTRACES": "1",
-            "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,COLL",
-        }  # fmt: skip
+        wanted |= {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_USE_CUDA_DSA": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+        wanted |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,COLL"}
     if settings.nccl_safe:
         wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_ALGO": "Ring"}
     if settings.device == "cpu":  # SLURM sets it for everybody: the setting is the user's word
@@ -79,15 +76,14 @@ CURRENT: Agreement | None = None  # of this process, for run_main
 
 
 def init(settings, environ=os.environ, log=print) -> Agreement:
-    """The control plane, then the process group. Every rank calls it first, after setup_environment."""
+    """The board and its watchdog, then the process group. Every rank calls it first, after setup_environment."""
     global CURRENT
     if any(int(environ.get(f"TORCHELASTIC_{n}", 0)) for n in ("MAX_RESTARTS", "RESTART_COUNT")):
-        error = StartupError(
+        raise StartupError(
             "torchrun --max-restarts is not supported: restarted ranks can meet addresses of dead ones, and a mistake is "
-            "retried as if it were a fault. Start a fresh torchrun instead, with the loop in the README"
+            "retried as if it were a fault. Start a fresh torchrun instead, with the loop in the README",
+            exit_code=64,
         )
-        error.exit_code = 64
-        raise error
     if int(environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in environ:
         raise StartupError("WORLD_SIZE is set but LOCAL_RANK is not: start the ranks with torchrun")
     try:
@@ -100,7 +96,7 @@ def init(settings, environ=os.environ, log=print) -> Agreement:
         pass
     with agree.stage("process group", settings.init_timeout):
         device = choose_device(agree.local_rank, environ)
-        set_arithmetic(settings, agree.local_world, environ)
+        set_arithmetic(settings, int(environ.get("LOCAL_WORLD_SIZE", 1)), environ)
         agree.open_groups(device)
         agree.barrier()
     return agree
@@ -183,9 +179,8 @@ def run_main(main):
     try:
         info = main() or {}
         if CURRENT:
-            CURRENT.info |= info
             if CURRENT.rank == 0:
-                write_status(CURRENT.settings.out_dir, "done", 0, **CURRENT.info)
+                write_status(CURRENT.settings.out_dir, "done", 0, **CURRENT.info | info)
             CURRENT.close()
         sys.stdout.flush()
         os._exit(0)  # all is said and saved: Python's own end can abort on threads that are inside C++
@@ -195,25 +190,26 @@ def run_main(main):
         end_early(error, sys.argv)
     if CURRENT.settings.debug:
         traceback.print_exception(error)
+    board, ending = CURRENT.board, CURRENT.ending
     if isinstance(error, Stopped):
-        f = dict(rank=CURRENT.rank, host=socket.gethostname(), stage=CURRENT.task[0], why=str(error), code=3)
         if CURRENT.rank == 0:
             print(f"[nova] {error}", flush=True)
-            CURRENT.write_failure(f | {"reason": error.reason})
+            facts = dict(rank=0, host=socket.gethostname(), stage=board.task[0], reason=error.reason)
+            ending.write(facts | dict(why=str(error), code=3))
         CURRENT.close()
         sys.stdout.flush()
-        os._exit(CURRENT.final_code(3))
-    f = CURRENT.record_error(error)
-    if f["rank"] == CURRENT.rank:
-        save_traceback(error, f)
-    CURRENT.leave(f)
+        ending.exit(3)
+    failure = board.record_error(error)
+    if failure["rank"] == CURRENT.rank:
+        save_traceback(error, board.sentence(failure))
+    ending.leave(failure)
 
 
-def save_traceback(error: BaseException, f: dict):
+def save_traceback(error: BaseException, sentence: str):
     """The culprit's traceback goes to a file of the run, and to torchrun's summary."""
     text = "".join(traceback.format_exception(error))
     try:
-        path = os.path.join(CURRENT.settings.out_dir, f"traceback.rank{f['rank']}.txt")
+        path = os.path.join(CURRENT.settings.out_dir, f"traceback.rank{CURRENT.rank}.txt")
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         if not hasattr(error, "exit_code"):
@@ -221,6 +217,6 @@ def save_traceback(error: BaseException, f: dict):
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}  # before its victims' ends
             with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": CURRENT.sentence(f), "extraInfo": extra}}, file)
+                json.dump({"message": {"message": sentence, "extraInfo": extra}}, file)
     except OSError:
         pass  # a full disk must not hide the error itself

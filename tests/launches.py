@@ -1,5 +1,6 @@
 """Start real runs as a user does (plain python, torchrun, two launchers, ranks by hand) and watch how they end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,49 +16,39 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 class Launch:
     """Processes that the test started and the ranks below them. Ends only those."""
 
-    def __init__(
-        self, out, *options, ranks: int = 1, nodes: int = 0, by_hand: bool = False, script=TOY, extra=()
-    ):
+    def __init__(self, out, *options, ranks=1, nodes=0, by_hand=False, extra=()):
         self.out, self.ranks, self.processes = str(out), ranks, []
         os.makedirs(self.out, exist_ok=True)
-        tail = [script, self.out, *options]
-        environ = {
-            k: v
-            for k, v in os.environ.items()
-            if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-        }
-        environ["OMP_NUM_THREADS"] = "1"
+        tail = [TOY, self.out, *options]
         if by_hand:  # no launcher: rank 0 hosts the store
-            shared = dict(
-                WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()
-            )
+            port = free_port()
             for r in range(ranks):
-                own = {k: str(v) for k, v in dict(shared, RANK=r, LOCAL_RANK=r).items()}
-                self._start([sys.executable, *tail], environ | own)
+                own = dict(RANK=r, LOCAL_RANK=r, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
+                self._start([sys.executable, *tail], MASTER_ADDR="127.0.0.1", **own)
         elif nodes:
-            endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+            shared = [
+                f"--nnodes={nodes}",
+                f"--nproc-per-node={ranks // nodes}",
+                "--rdzv-id=t",
+                "--rdzv-backend=c10d",
+            ]
+            shared.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
             for n in range(nodes):
-                command = [
-                    f"--nnodes={nodes}",
-                    f"--nproc-per-node={ranks // nodes}",
-                    f"--node-rank={n}",
-                    "--rdzv-id=t",
-                ]
                 host = f"--rdzv-conf=is_host={n == 0},last_call_timeout=1,join_timeout=60"
-                self._start(
-                    [*TORCHRUN, *command, "--rdzv-backend=c10d", endpoint, host, *extra, *tail], environ
-                )
+                self._start([*TORCHRUN, *shared, f"--node-rank={n}", host, *extra, *tail])
         elif ranks > 1:
-            self._start([*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", *extra, *tail], environ)
+            self._start([*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", *extra, *tail])
         else:
-            self._start([sys.executable, *tail], environ)
+            self._start([sys.executable, *tail])
 
-    def _start(self, command, environ):
-        log = open(os.path.join(self.out, f"log.{len(self.processes)}"), "wb")
-        self.processes.append(
-            subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
-        )
-        log.close()
+    def _start(self, command, **own):
+        """In a clean environment, whatever the tests themselves run under."""
+        others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        environ = {k: v for k, v in os.environ.items() if k not in others}
+        environ |= {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in own.items()}
+        with open(self.path(f"log.{len(self.processes)}"), "wb") as log:
+            popen = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+        self.processes.append(popen)
 
     def __enter__(self):
         return self
@@ -80,6 +71,9 @@ class Launch:
                 return f.read()
         except FileNotFoundError:
             return ""
+
+    def status(self) -> dict:
+        return json.loads(self.read("status.json"))
 
     def pids(self) -> dict[int, int]:
         """{rank: process id} of the ranks that have started."""

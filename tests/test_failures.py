@@ -13,57 +13,29 @@ import sys
 import time
 
 import pytest
-from launches import TORCHRUN, Launch, alive
+from launches import TORCHRUN, TOY, Launch, alive
 from workers import ROOT
 
 SLACK = 5.0  # seconds
-# seconds: a rank that exits; one killed or silent; beyond a stage's deadline
-EXIT, LOST, DEADLINE = 5.0, 15.0, 15.0
-
-
-def check(tmp_path, fault: str, *options, bound: float, culprit, status: str, words: str = "", but=(), **how):
-    """Run with one fault: all other ranks end within `bound` seconds and blame `culprit`."""
-    with Launch(tmp_path / "out", f"--fault={fault}", *options, **how) as run:
-        run.wait_for(lambda: len(run.pids()) == run.ranks)
-        seconds = run.survivors_gone(but)
-        print(f"\n| {fault} {' '.join(options)} {how} | {seconds:.1f} s of {bound:.0f} | {last_line(run)}")
-        ended = json.loads(run.read("status.json"))
-        assert (ended["status"], ended["rank"]) == (status, culprit), run.text()
-        assert words in ended["why"]
-        assert seconds < bound + SLACK, run.text()
-        said = [
-            line for line in run.text().splitlines() if line.startswith("[nova]") and "first failure" in line
-        ]
-        survivors = [r for r in range(run.ranks) if r not in but and r != int(fault.split(":")[0])]
-        for rank in survivors:
-            mine = [line for line in said if line.startswith(f"[nova] rank {rank} stops")]
-            assert mine and (culprit < 0 or f"first failure: rank {culprit} " in mine[-1]), run.text()
-        return ended
+EXIT, LOST, DEADLINE = (
+    5.0,
+    15.0,
+    15.0,
+)  # seconds: a rank that exits; one killed or silent; beyond a stage's deadline
 
 
 def last_line(run) -> str:
     return ([line for line in run.text().splitlines() if line.startswith("[nova] rank")] or ["-"])[-1]
 
 
-def test_bad_data_on_one_rank_while_the_others_sit_in_a_collective(tmp_path):
-    check(tmp_path, "1:loop:data", bound=EXIT, culprit=1, status="data", words="shard 7", ranks=2)
-
-
-def test_hang_in_a_stage_names_the_rank_and_the_line(tmp_path):
-    how = dict(bound=4 + DEADLINE, culprit=1, status="system", words="time.sleep(1000)", ranks=2)
-    check(tmp_path, "1:load:hang", "--stage=4", "--lost=4", **how)
-
-
-def test_kill_inside_init_process_group(tmp_path):
-    check(tmp_path, "1:init:kill", bound=LOST, culprit=1, status="system", words="is gone", ranks=2)
-
-
-def test_silent_rank_inside_a_ring_of_three(tmp_path):
-    how = dict(bound=3 + 5, culprit=1, status="system", words="heartbeat", ranks=3, but=[1])
-    check(tmp_path, "1:loop:stop", "--lost=3", **how)
-
-
 CASES = {  # fault, options, bound, culprit, status, words, how
+    "bad data on one rank while the others sit in a collective": (
+        "1:loop:data", [], EXIT, 1, "data", "shard 7", dict(ranks=2)),
+    "hang in a stage names the rank and the line": (
+        "1:load:hang", ["--stage=4", "--lost=4"], 4 + DEADLINE, 1, "system", "time.sleep(1000)", dict(ranks=2)),
+    "killed inside init": ("1:init:kill", [], LOST, 1, "system", "is gone", dict(ranks=2)),
+    "silent rank inside a ring of three": (
+        "1:loop:stop", ["--lost=3"], 3 + 5, 1, "system", "heartbeat", dict(ranks=3, but=[1])),
     "raise in a stage": ("1:stage:raise", [], EXIT, 1, "failed", "injected", dict(ranks=2)),
     "raise in a stage, rank 0": ("0:load:raise", [], EXIT, 0, "failed", "injected", dict(ranks=2)),
     "exit in a stage": ("1:stage:exit", [], EXIT, 1, "system", "is gone", dict(ranks=2)),
@@ -90,44 +62,63 @@ CASES = {  # fault, options, bound, culprit, status, words, how
         "1:import:hang", ["--stage=8"], 8 + DEADLINE, 1, "system", "[1]", dict(ranks=2, but=[1], by_hand=True)),
     "by hand: store host killed": ("0:loop:kill", [], EXIT, 0, "system", "store lost", dict(ranks=2, by_hand=True)),
 }  # fmt: skip
-FEW = ("raise in a stage", "ranks in different collectives", "two nodes: killed inside init", "never arrives")
+SPEED = dict.fromkeys(CASES, pytest.mark.drill) | dict.fromkeys(list(CASES)[:4], ())
+for _name in (
+    "raise in a stage",
+    "ranks in different collectives",
+    "two nodes: killed inside init",
+    "never arrives",
+):
+    SPEED[_name] = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in FEW else pytest.mark.drill) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SPEED[n]) for n in CASES])
 def test_failure_table(tmp_path, name):
+    """One rank is hurt: all others end within `bound` seconds, and blame the culprit."""
     fault, options, bound, culprit, status, words, how = CASES[name]
-    check(tmp_path, fault, *options, bound=bound, culprit=culprit, status=status, words=words, **how)
+    but = how.get("but", [])
+    with Launch(
+        tmp_path / "out", f"--fault={fault}", *options, **{k: how[k] for k in how if k != "but"}
+    ) as run:
+        run.wait_for(lambda: len(run.pids()) == run.ranks)
+        seconds = run.survivors_gone(but)
+        print(f"\n| {name} | {seconds:.1f} s of {bound:.0f} | {last_line(run)}")
+        ended = run.status()
+        assert (ended["status"], ended["rank"]) == (status, culprit), run.text()
+        assert words in ended["why"]
+        assert seconds < bound + SLACK, run.text()
+        said = [w for w in run.text().splitlines() if w.startswith("[nova]") and "first failure" in w]
+        for rank in set(range(run.ranks)) - {*but, int(fault.split(":")[0])}:
+            mine = [line for line in said if line.startswith(f"[nova] rank {rank} stops")]
+            assert mine and (culprit < 0 or f"first failure: rank {culprit} " in mine[-1]), run.text()
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_whole_node_dies(tmp_path, node):
-    """Launcher and rank of one node are killed at once. With node 0 goes the store: its host is named instead."""
+@pytest.mark.parametrize(
+    "node, number, culprit, words",
+    [
+        (0, signal.SIGKILL, None, "store"),
+        (1, signal.SIGKILL, 1, ""),
+        (
+            0,
+            signal.SIGSTOP,
+            None,
+            "store silent",
+        ),  # no reset is sent: the watchdog itself would wait for ever
+    ],
+)
+def test_a_whole_node_dies_or_falls_silent(tmp_path, node, number, culprit, words):
+    """Launcher and rank of one node are gone at once. With node 0 goes the store: its host is named instead."""
     with Launch(tmp_path / "out", "--steps=2000", ranks=2, nodes=2) as run:
         run.wait_for(lambda: run.step_reached(3, 1))
         (tmp_path / "out" / "fault").touch()
         for pid in (run.processes[node].pid, run.pids()[node]):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         seconds = run.survivors_gone(but=[node])
-        print(f"\n| node {node} killed | {seconds:.1f} s | {last_line(run)}")
-        ended = json.loads(run.read("status.json"))
+        print(f"\n| node {node}, {number.name} | {seconds:.1f} s | {last_line(run)}")
+        ended = run.status()
         assert ended["status"] == "system" and ended["resumable"] and seconds < LOST + SLACK
-        assert (ended["rank"] == 1) if node else ("store" in ended["why"] and "launcher" in ended["host"])
-
-
-@pytest.mark.drill
-def test_store_host_falls_silent_without_closing_its_connections(tmp_path):
-    """A vanished machine sends no reset: the watchdog itself would wait for ever in the store."""
-    with Launch(tmp_path / "out", "--steps=2000", ranks=2, nodes=2) as run:
-        run.wait_for(lambda: run.step_reached(3, 1))
-        (tmp_path / "out" / "fault").touch()
-        for pid in (run.processes[0].pid, run.pids()[0]):
-            os.kill(pid, signal.SIGSTOP)
-        seconds = run.survivors_gone(but=[0])
-        print(f"\n| store host silent | {seconds:.1f} s | {last_line(run)}")
-        assert "store silent" in json.loads(run.read("status.json"))["why"] and seconds < LOST + SLACK
+        assert ended["rank"] == culprit if culprit else words in ended["why"] and "launcher" in ended["host"]
 
 
 @pytest.mark.slow
@@ -137,7 +128,7 @@ def test_launcher_killed_leaves_no_orphans(tmp_path):
         (tmp_path / "out" / "fault").touch()
         run.processes[0].kill()
         assert run.survivors_gone() < EXIT + SLACK
-        assert json.loads(run.read("status.json"))["status"] == "system"
+        assert run.status()["status"] == "system"
 
 
 # --- signals ----------------------------------------------------------------------------------------------------
@@ -146,27 +137,29 @@ HANDLED = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def stop_by(tmp_path, number, target, at="loop", options=(), **how):
-    """Send one signal; -> (status.json, step that was saved, steps begun, launcher's exit codes)."""
+    """Send one signal; -> (status.json, step that was saved, launcher's exit codes, output). In the loop all ranks have
+    begun the same step, and saved the one before it: the step in hand is not taken."""
     with Launch(tmp_path / "out", "--steps=2000", "--saves=9999", *options, **how) as run:
-        where = (lambda: run.step_reached(3)) if at == "loop" else (lambda: "stage load ..." in run.text())
-        run.wait_for(where)
+        run.wait_for(
+            (lambda: run.step_reached(3)) if at == "loop" else (lambda: "stage load ..." in run.text())
+        )
         os.kill(run.processes[0].pid if target == "launcher" else run.pids()[target], number)
-        codes = run.codes()
+        codes, saved = run.codes(), run.read("checkpoint")
         steps = {run.read(f"step.{r}") for r in range(run.ranks)}
-        return json.loads(run.read("status.json")), run.read("checkpoint"), steps, codes, run.text()
+        if saved:
+            assert len(steps) == 1 and int(saved) == int(steps.pop()) - 1 == run.status()["saved"], run.text()
+        return run.status(), saved, codes, run.text()
 
 
 def test_sigterm_to_the_launcher_saves_once_and_is_resumable(tmp_path):
-    ended, saved, steps, _, text = stop_by(tmp_path, signal.SIGTERM, "launcher", ranks=2)
+    ended, saved, _, text = stop_by(tmp_path, signal.SIGTERM, "launcher", ranks=2)
     assert (ended["status"], ended["exit_code"], ended["resumable"]) == ("stopped", 3, True), text
-    # the step in hand was not taken
-    assert len(steps) == 1 and int(saved) == int(steps.pop()) - 1 == ended["saved"]
-    assert ended["reason"] == "SIGTERM" and "Traceback" not in text.split("[nova]")[0]
+    assert saved and ended["reason"] == "SIGTERM" and "Traceback" not in text.split("[nova]")[0]
 
 
 def test_sigint_to_plain_python_saves_and_exits_3(tmp_path):
-    ended, saved, _, codes, text = stop_by(tmp_path, signal.SIGINT, "launcher")
-    assert codes == [3] and ended["status"] == "stopped" and int(saved) == ended["saved"] > 0, text
+    ended, saved, codes, text = stop_by(tmp_path, signal.SIGINT, "launcher")
+    assert codes == [3] and ended["status"] == "stopped" and ended["saved"] > 0 and saved, text
 
 
 @pytest.mark.drill
@@ -175,11 +168,9 @@ def test_sigint_to_plain_python_saves_and_exits_3(tmp_path):
 @pytest.mark.parametrize("at", ["loop", "start"])
 def test_every_signal_to_everyone(tmp_path, number, target, at):
     """Under torchrun all ranks exit 0 after an agreed stop; the launcher itself says 1 when it was the one signalled."""
-    ended, saved, steps, codes, text = stop_by(tmp_path, number, target, at, ranks=2, extra=[HANDLED])
-    assert ended["status"] == "stopped" and ended["resumable"], text
+    ended, saved, codes, text = stop_by(tmp_path, number, target, at, ranks=2, extra=[HANDLED])
+    assert ended["status"] == "stopped" and ended["resumable"] and (saved or at == "start"), text
     assert codes == ([1] if target == "launcher" else [0]), text
-    if at == "loop" or saved:
-        assert len(steps) == 1 and int(saved) == int(steps.pop()) - 1, text
 
 
 @pytest.mark.drill
@@ -191,46 +182,35 @@ def test_second_sigint_leaves_at_once_even_inside_a_collective(tmp_path):
             os.kill(run.pids()[0], signal.SIGINT)  # rank 0 waits inside the all-reduce
             time.sleep(0.5)
         run.codes()
-        assert json.loads(run.read("status.json"))["status"] == "interrupted", run.text()
+        assert run.status()["status"] == "interrupted", run.text()
 
 
 @pytest.mark.slow
 def test_a_save_longer_than_the_grace_period_needs_shutdown_timeout(tmp_path):
     """torchrun kills after 30 s by default, in the middle of a longer save: README gives --shutdown-timeout."""
     for grace, done in ((2, False), (60, True)):
-        out = tmp_path / str(grace)
-        _, saved, _, _, text = stop_by(
-            out,
-            signal.SIGTERM,
-            "launcher",
-            options=["--save=5"],
-            ranks=2,
-            extra=[f"--shutdown-timeout={grace}"],
-        )
+        how = dict(options=["--save=5"], ranks=2, extra=[f"--shutdown-timeout={grace}"])
+        _, saved, _, text = stop_by(tmp_path / str(grace), signal.SIGTERM, "launcher", **how)
         assert bool(saved) == done, text
 
 
 # --- restarts ----------------------------------------------------------------------------------------------------
 
 LOOP = """
-out={out}
 while ! {launch}; do
-    {python} -m launch again "$out" || break
+    {python} -m launch again {out} || break
 done
 """
 
 
-def supervise(tmp_path, script: str, seconds: float = 120):
-    """README's loop around `script`, a python file. -> (its output, starts)"""
-    (tmp_path / "run.py").write_text(script)
-    loop = LOOP.format(
-        out=shlex.quote(str(tmp_path / "out")),
-        launch=shlex.join([sys.executable, str(tmp_path / "run.py")]),
-        python=shlex.quote(sys.executable),
+def supervise(tmp_path, *launch: str) -> tuple[str, int]:
+    """README's loop around a command. -> (its output, how often the command was started, by its own account)"""
+    words = dict(
+        launch=shlex.join(launch), python=shlex.quote(sys.executable), out=shlex.quote(f"{tmp_path}/out")
     )
-    done = subprocess.run(["bash", "-c", loop], cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-    starts = (tmp_path / "starts").read_text().count("x")
-    return done.stderr + done.stdout, starts
+    command = ["bash", "-c", LOOP.format(**words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    return done.stderr + done.stdout, (tmp_path / "starts").read_text().count("x")
 
 
 # A run in miniature: it ends as the list says, one entry a start. No torch, so that a start is quick.
@@ -262,25 +242,23 @@ sys.exit(code)
     ],
 )
 def test_supervisor_loop_starts_again_only_where_it_can_help(tmp_path, endings, starts, words):
-    text, count = supervise(tmp_path, MINIATURE.format(root=ROOT, folder=str(tmp_path), endings=endings))
+    (tmp_path / "run.py").write_text(MINIATURE.format(root=ROOT, folder=str(tmp_path), endings=endings))
+    text, count = supervise(tmp_path, sys.executable, f"{tmp_path}/run.py")
     assert count == starts and words in text, text
 
 
 @pytest.mark.slow
 def test_recovery_from_a_killed_rank(tmp_path):
     """Rank 1 is killed in every start, 8 steps after the resume: each start gets further, and the run is done."""
-    out = tmp_path / "out"
     (tmp_path / "run.sh").write_text(
         f"echo x >> {tmp_path}/starts\n"
-        f"n=$(wc -l < {tmp_path}/starts)\n"
-        f"fault=$([ $n -lt 3 ] && echo --fault=1:loop:kill)\n"
-        f"exec {shlex.join(TORCHRUN)} --standalone --nproc-per-node=2 tests/toy_run.py {out} --steps=12 --saves=2 $fault\n"
+        f"fault=$([ $(wc -l < {tmp_path}/starts) -lt 3 ] && echo --fault=1:loop:kill)\n"
+        f"exec {shlex.join(TORCHRUN)} --standalone --nproc-per-node=2 {TOY} {tmp_path}/out --steps=12 --saves=2 $fault\n"
     )
-    loop = LOOP.format(out=out, launch=f"bash {tmp_path}/run.sh", python=shlex.quote(sys.executable))
-    done = subprocess.run(["bash", "-c", loop], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert json.loads((out / "status.json").read_text())["status"] == "done", done.stderr
-    assert (tmp_path / "starts").read_text().count("x") == 3 and (out / "checkpoint").read_text() == "12"
-    assert "1 of 3" not in done.stderr  # each start had saved something new
+    text, starts = supervise(tmp_path, "bash", f"{tmp_path}/run.sh")
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["status"] == "done", text
+    assert starts == 3 and (tmp_path / "out" / "checkpoint").read_text() == "12"
+    assert "1 of 3" not in text  # each start had saved something new
 
 
 @pytest.mark.slow
@@ -297,29 +275,20 @@ def test_a_mistake_in_the_settings_is_one_line_and_64(tmp_path):
         f"import sys; sys.path.insert(0, {ROOT!r})\nfrom launch import startup; import settings\n"
         "startup.load_or_exit(settings.load_settings, ['--d_modle=3'])"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.returncode == 64 and "did you mean d_model" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=dict(os.environ, NOVA_DEBUG="1")
+    plain, debug = (
+        subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ | more)
+        for more in ({}, {"NOVA_DEBUG": "1"})
     )
-    assert done.returncode == 64 and "Traceback" in done.stderr
+    assert plain.returncode == debug.returncode == 64 and "did you mean d_model" in plain.stderr
+    assert len(plain.stderr.strip().splitlines()) == 1 and "Traceback" in debug.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(3))
-def test_healthy_starts_raise_no_alarm(tmp_path, attempt):
-    healthy(tmp_path)
-
-
-@pytest.mark.drill
-def test_fifty_healthy_starts_raise_no_alarm(tmp_path):
-    for i in range(50):
-        healthy(tmp_path / str(i))
-
-
-def healthy(tmp_path):
-    with Launch(tmp_path / "out", "--steps=5", ranks=2) as run:
-        assert run.codes(120) == [0], run.text()
-        assert json.loads(run.read("status.json"))["status"] == "done" and "failure" not in run.text()
-        assert not any(alive(p) for p in run.pids().values())
+@pytest.mark.parametrize(
+    "times", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.drill)]
+)
+def test_healthy_starts_raise_no_alarm(tmp_path, times):
+    for i in range(times):
+        with Launch(tmp_path / str(i), "--steps=5", ranks=2) as run:
+            assert run.codes(120) == [0], run.text()
+            assert run.status()["status"] == "done" and "failure" not in run.text()
+            assert not any(alive(p) for p in run.pids().values())

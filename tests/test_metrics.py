@@ -468,14 +468,17 @@ def test_the_black_box_holds_the_last_steps_and_the_largest_gradients(tmp_path):
     model, loss = toy()
     loss().backward()
     agree = types.SimpleNamespace(rank=0, gather=lambda mine: [mine, {**mine, "good.weight": math.inf}])
-    settings, muon, lines = tiny_settings(out_dir=str(tmp_path)), types.SimpleNamespace(blocks={}), []
-    watcher = health.Watcher(settings, agree, model.named_parameters(), muon, lines.append, fresh=False)
+    settings, muon = tiny_settings(out_dir=str(tmp_path), max_bad_steps=2), types.SimpleNamespace()
+    named, lines = model.named_parameters(), []
+    watcher = health.Watcher(settings, agree, named, 0, muon, lines.append, fresh=False)
     for i in range(1, 41):
         bad = Step(i, math.nan if i > 38 else 1.0, {"code": 1.0}, 1.0, (1e-3, 1e-3, 0.9), 64, 512, {})
-        watcher.before_update(bad, last=i == 40)
+        watcher.before_update(bad)
     box = json.loads((tmp_path / "blackbox.json").read_text())
     assert [s["step"] for s in box["steps"]] == list(range(9, 41)) and box["steps"][-1]["loss"] is None
     assert box["steps"][-1]["samples"] == [39 * 8, 40 * 8] and box["reason"] == "non-finite steps"
     assert list(box["largest_gradient_norms"]) == ["good.weight", "frozen.weight"]
     assert box["largest_gradient_norms"]["good.weight"] is None, "it is not finite"
     assert lines == [f"the last 32 steps are in {tmp_path}/blackbox.json"]
+    with pytest.raises(health.Diverged, match="2 non-finite steps in a row up to step 40.*samples 312 and"):
+        watcher.after_update(bad)

@@ -1,9 +1,11 @@
 """Every start-up check can fail: one element, one bit, one version, one setting, one parameter is wrong, and it shows."""
 
+import io
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +19,7 @@ from checkpoint_tools import Ranks
 from conftest import tiny_settings
 from workers import ROOT, Rank, run
 
-from launch import agreement, failures, startup
-from launch import proof as selftest
+from launch import agreement, board, failures, proof, startup, watchdog
 from launch.__main__ import again
 from store import Store
 
@@ -61,132 +62,106 @@ def test_gather_broadcast_and_control_give_every_rank_the_same():
 
 
 def judge(rank, world, bad):
-    agree = exchange(rank, world)
-    problem = startup.StartupError(f"trouble on {rank}") if rank in bad else None
-    if problem:
-        problem.exit_code = 74
+    problem = startup.StartupError(f"trouble on {rank}", exit_code=74) if rank in bad else None
     try:
-        agree.verdict(problem, "storage")
+        exchange(rank, world).verdict(problem, "storage")
     except Exception as e:
         return type(e).__name__, str(e), e.exit_code, getattr(e, "rank", None)
 
 
 def test_verdict_raises_everywhere_and_names_the_rank():
     assert run(judge, world=3, bad=[]) == [None] * 3
-    results = run(judge, world=3, bad=[1])
-    assert results[1] == ("StartupError", "trouble on 1", 74, None)
-    for r in (0, 2):
-        assert results[r] == (
-            "RankFailed", "storage failed on rank 1: StartupError: trouble on 1", 74, 1,
-        )  # fmt: skip
+    own, others = (
+        ("StartupError", "trouble on 1", 74, None),
+        "storage failed on rank 1: StartupError: trouble on 1",
+    )
+    assert run(judge, world=3, bad=[1]) == [("RankFailed", others, 74, 1), own, ("RankFailed", others, 74, 1)]
     _, text, _, rank = run(judge, world=3, bad=[1, 2])[0]
-    assert rank == 1 and text.endswith("on rank 1: StartupError: trouble on 1 (and 1 more ranks)")
+    assert rank == 1 and text == f"{others} (and 1 more ranks)"
 
 
 # --- equal on all ranks ----------------------------------------------------------------------------------------------
 
 
-def equal_settings(rank, world, odd, change):
-    settings = tiny_settings(**(change if rank == odd else {}))
-    return outcome(lambda: selftest.check_equal(exchange(rank, world), "the settings", settings.as_dict()))
-
-
-def test_one_rank_with_another_setting_is_named_with_the_setting():
-    for kind, text, blamed in run(equal_settings, world=3, odd=2, change={"lr": 1e-3}):
-        assert kind == "StartupError" and blamed == 2
-        assert "rank 2 has" in text and '"lr": 0.001' in text and "0.002" in text and "d_model" not in text
-    for kind, text, blamed in run(equal_settings, world=2, odd=1, change={"seed": 7}):
-        assert kind == "StartupError" and blamed == agreement.NOBODY, (
-            "one against one: nobody knows who is right"
-        )
-        assert "rank 1 has" in text and "rank 0 {" in text
-
-
-def equal_versions(rank, world, odd, what):
-    original = selftest.importlib.metadata.version
-    if rank == odd and what == "version":
-        selftest.importlib.metadata.version = lambda p: "0.0.1" if p == "torchao" else original(p)
-    opened = open
-    if rank == odd and what == "code":  # one byte more in one file
-
-        def longer(path, *args, **kwargs):
-            f = opened(path, *args, **kwargs)
-            if str(path).endswith("muon.py"):
-                data = f.read() + b"#"
-                return Bytes(data)
-            return f
-
-        selftest.open = longer
-    selftest.code.cache_clear()
-    try:
-        return outcome(lambda: selftest.check_versions(exchange(rank, world), tiny_settings(), print))
-    finally:
-        selftest.importlib.metadata.version = original
-        selftest.__dict__.pop("open", None)
-        selftest.code.cache_clear()
-
-
-class Bytes:
-    """An open binary file with these contents."""
-
-    def __init__(self, data):
-        self.read = lambda: data
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
-@pytest.mark.parametrize("what, word", [("version", "torchao"), ("code", "muon.py")])
-def test_one_version_or_one_byte_of_code_differs(what, word):
-    assert [r[0] for r in run(equal_versions, world=3, odd=None, what=what)] == ["ok"] * 3
-    for kind, text, blamed in run(equal_versions, world=3, odd=1, what=what):
-        assert kind == "StartupError" and blamed == 1 and word in text and "numpy" not in text
-
-
-def equal_weights(rank, world, odd):
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(40, 30)
-    if rank == odd:
-        layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit of one weight
-    return outcome(
-        lambda: selftest.check_equal(
-            exchange(rank, world), "weights", selftest.fingerprint(layer.named_parameters())
-        )
+def differing(rank, world, odd, what):
+    """One rank has another setting, another torchao, one byte more in one file, or one bit of one weight."""
+    agree, versions, mine = (
+        exchange(rank, world),
+        proof.importlib.metadata.version,
+        what if rank == odd else "",
     )
+
+    def longer(path, *args, **kwargs):
+        with open(path, *args, **kwargs) as f:
+            return (
+                io.BytesIO(f.read() + b"#") if str(path).endswith("muon.py") else open(path, *args, **kwargs)
+            )
+
+    torch.manual_seed(0)
+    layer, settings = torch.nn.Linear(40, 30), tiny_settings(lr=1e-3 if mine == "settings" else 2e-3)
+    if mine == "version":
+        proof.importlib.metadata.version = lambda p: "0.0.1" if p == "torchao" else versions(p)
+    elif mine == "code":
+        proof.open = longer
+    elif mine == "weights":
+        layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit
+    proof.code.cache_clear()
+    try:
+        if what == "weights":
+            return outcome(
+                lambda: proof.check_equal(agree, what, proof.fingerprint(layer.named_parameters()))
+            )
+        return outcome(lambda: proof.check_versions(agree, settings, print))
+    finally:
+        proof.importlib.metadata.version = versions
+        proof.__dict__.pop("open", None)
+        proof.code.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "what, words, same",
+    [
+        ("settings", ["the settings differ", "rank 1 has", '"lr": 0.001', "0.002"], "d_model"),
+        ("version", ["the environment differs", '"torchao": "0.0.1"'], "numpy"),
+        ("code", ["muon.py"], "numpy"),
+        ("weights", ['"weight"'], '"bias"'),
+    ],
+)
+def test_the_one_rank_that_differs_is_named_with_what_differs(what, words, same):
+    assert [r[0] for r in run(differing, world=3, odd=None, what=what)] == ["ok"] * 3
+    for kind, text, blamed in run(differing, world=3, odd=1, what=what):
+        assert kind == "StartupError" and blamed == 1 and all(w in text for w in words) and same not in text
+
+
+def test_one_against_one_blames_nobody():
+    for kind, text, blamed in run(differing, world=2, odd=1, what="settings"):
+        assert kind == "StartupError" and blamed == failures.NOBODY, "nobody knows who is right"
+        assert "rank 1 has" in text and "rank 0 {" in text
 
 
 def test_fingerprints_see_one_bit_and_an_exchange():
     layer = torch.nn.Linear(40, 30)
-    prints = {"": selftest.fingerprint(layer.named_parameters())}
-    weight, bias = layer.weight.data, layer.bias.data
-    for what, change in (
-        ("exchange", lambda: weight[3, 5:7].copy_(weight[3, 5:7].flip(0))),
-        ("back", lambda: weight[3, 5:7].copy_(weight[3, 5:7].flip(0))),
-        ("bit", lambda: bias.view(torch.int32).__setitem__(0, bias.view(torch.int32)[0] ^ 1)),
+    first = before = proof.fingerprint(layer.named_parameters())
+    assert first["weight"] != first["bias"]
+    pair, bits = layer.weight.data[3, 5:7], layer.bias.data.view(torch.int32)
+    for change, differ in (
+        (lambda: pair.copy_(pair.flip(0)), ["weight"]),
+        (lambda: pair.copy_(pair.flip(0)), ["weight"]),
+        (lambda: bits[:1].bitwise_xor_(1), ["bias"]),
     ):
         change()
-        prints[what] = selftest.fingerprint(layer.named_parameters())
-    first = prints[""]
-    assert first["weight"] != first["bias"] and prints["back"] == first
-    assert [n for n in first if first[n] != prints["exchange"][n]] == ["weight"]
-    assert [n for n in first if first[n] != prints["bit"][n]] == ["bias"]
-
-
-def test_one_bit_of_one_weight_differs():
-    assert [r[0] for r in run(equal_weights, world=3, odd=None)] == ["ok"] * 3
-    for kind, text, blamed in run(equal_weights, world=3, odd=1):
-        assert kind == "StartupError" and blamed == 1 and '"weight"' in text and '"bias"' not in text
+        after = proof.fingerprint(layer.named_parameters())
+        assert [n for n in after if after[n] != before[n]] == differ
+        before = after
+    assert after["weight"] == first["weight"], "exchanged and back"
 
 
 # --- devices -----------------------------------------------------------------------------------------------------------
 
 
 def device_check(rank, world, odd, what):
-    """A device that computes one product element wrong: always, sometimes, or as NaN."""
-    original, calls = torch.Tensor.__matmul__, []
+    """A device that computes one product element wrong: always, sometimes, or as NaN. -> (outcome, lines)"""
+    original, calls, lines = torch.Tensor.__matmul__, [], []
 
     def wrong(a, b):
         product = original(a, b)
@@ -199,12 +174,10 @@ def device_check(rank, world, odd, what):
 
     if rank == odd:
         torch.Tensor.__matmul__ = wrong
-    lines = []
     try:
-        result = outcome(lambda: selftest.check_device(exchange(rank, world), lines.append))
+        return outcome(lambda: proof.check_device(exchange(rank, world), lines.append)), lines
     finally:
         torch.Tensor.__matmul__ = original
-    return result, lines
 
 
 @pytest.mark.parametrize("what, word", [("nan", "not finite"), ("wrong", "differs"), ("flaky", "each time")])
@@ -223,17 +196,14 @@ def test_healthy_devices_pass_and_report():
 
 # --- collectives ----------------------------------------------------------------------------------------------------------
 
-OPS = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single"]
+OPS = "all_gather_into_tensor reduce_scatter_tensor all_reduce broadcast all_to_all_single".split()
 
 
-def collectives(rank, world, odd=None, op=None, how="element", split=False):
-    """A fabric that gets one collective wrong on one rank."""
-    agree, lines = exchange(rank, world), []
-    groups = {"world": None}
+def collectives(rank, world, odd=None, op=OPS[0], how="element", split=False):
+    """A fabric that gets one collective wrong on one rank. -> (outcome, lines)"""
+    agree, lines, groups, original = exchange(rank, world), [], {"world": None}, getattr(dist, op)
     if split:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        groups["shard"] = pairs[rank // 2]
-    original = getattr(dist, op) if op else None
+        groups["shard"] = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
 
     def corrupted(out, *args, **kwargs):
         result = original(out, *args, **kwargs)
@@ -242,8 +212,7 @@ def collectives(rank, world, odd=None, op=None, how="element", split=False):
         if how == "element":
             out.view(torch.int32)[-5] ^= 1  # the last bit of one element
         elif how == "swap":
-            half = len(out) // 2
-            out.copy_(torch.cat([out[half:], out[:half]]))
+            out.copy_(out.roll(len(out) // 2))
         else:
             out.zero_()
         return result
@@ -251,10 +220,9 @@ def collectives(rank, world, odd=None, op=None, how="element", split=False):
     if rank == odd:
         setattr(dist, op, corrupted)
     try:
-        return outcome(lambda: selftest.check_collectives(agree, agree.device, groups, lines.append)), lines
+        return outcome(lambda: proof.check_collectives(agree, agree.device, groups, lines.append)), lines
     finally:
-        if op:
-            setattr(dist, op, original)
+        setattr(dist, op, original)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -295,67 +263,61 @@ def test_slow_links_are_found_and_named():
     def all_peers(i, j):
         return True
 
-    assert selftest.slow_links(3, all_peers, TOPOLOGY.format(a="NV18")) == []
-    assert selftest.slow_links(3, all_peers, None) == []
-    wrong = selftest.slow_links(3, all_peers, TOPOLOGY.format(a="SYS"))
+    assert proof.slow_links(3, all_peers, TOPOLOGY.format(a="NV18")) == []
+    assert proof.slow_links(3, all_peers, None) == []
+    wrong = proof.slow_links(3, all_peers, TOPOLOGY.format(a="SYS"))
     assert wrong == ["GPU 0 to GPU 2: SYS, not NVLink", "GPU 2 to GPU 0: SYS, not NVLink"]
-    assert selftest.slow_links(2, lambda i, j: i > j, None) == ["GPU 0 cannot access GPU 1"]
+    assert proof.slow_links(2, lambda i, j: i > j, None) == ["GPU 0 cannot access GPU 1"]
 
 
 def test_links_stop_a_run_unless_accepted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
     answer = SimpleNamespace(stdout=TOPOLOGY.format(a="PHB"))
-    monkeypatch.setattr(selftest.subprocess, "run", lambda *a, **k: answer)
+    monkeypatch.setattr(proof.subprocess, "run", lambda *a, **k: answer)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     agree = Rank()
     agree.device, agree.local_rank, lines = torch.device("cuda"), 0, []
     with pytest.raises(startup.StartupError, match="PHB, not NVLink.*allow_slow_links"):
-        selftest.check_links(agree, tiny_settings(), lines.append)
-    selftest.check_links(agree, tiny_settings(allow_slow_links=True), lines.append)
+        proof.check_links(agree, tiny_settings(), lines.append)
+    proof.check_links(agree, tiny_settings(allow_slow_links=True), lines.append)
     assert "2 slow links" in lines[0]
 
 
 def test_storage_is_tried_before_it_is_needed(tmp_path):
     lines = []
-    selftest.check_storage(Rank(), str(tmp_path / "new"), 1000, lines.append)
+    proof.check_storage(Rank(), str(tmp_path / "new"), 1000, lines.append)
     assert "read back" in lines[0] and os.listdir(tmp_path / "new") == []
-    with pytest.raises(startup.StartupError, match="ckpt_keep") as e:
-        selftest.check_storage(Rank(), str(tmp_path), 10**18)
-    assert e.value.exit_code == 74
     (tmp_path / "file").touch()
-    with pytest.raises(startup.StartupError, match="file") as e:
-        selftest.check_storage(Rank(), str(tmp_path / "file"), 0)
-    assert e.value.exit_code == 74
+    for folder, need, words in ((tmp_path, 10**18, "ckpt_keep"), (tmp_path / "file", 0, "file")):
+        with pytest.raises(startup.StartupError, match=words) as e:
+            proof.check_storage(Rank(), str(folder), need)
+        assert e.value.exit_code == 74
 
 
-# --- the first step ---------------------------------------------------------------------------------------------------------
+# --- who is a victim ------------------------------------------------------------------------------------------------
+
+PACKAGE = "/site-packages/torch"
 
 
 @pytest.mark.parametrize(
     "file, line, cpu, gpu",
     [
-        ("/site-packages/torch/distributed/distributed_c10d.py", "work.wait()", True, True),
+        (f"{PACKAGE}/distributed/distributed_c10d.py", "work.wait()", True, True),
         ("/nova/muon.py", "total.tolist()", True, True),
-        (
-            "/site-packages/torch/autograd/graph.py",
-            "return Variable._execution_engine.run_backward(",
-            False,
-            True,
-        ),
+        (f"{PACKAGE}/autograd/graph.py", "return Variable._execution_engine.run_backward(", False, True),
         ("/tmp/torchinductor_me/ab/cab.py", "triton_poi_fused_1.run(buf0)", False, True),
         ("/nova/model.py", "return self.down(F.silu(self.gate(x)) * self.up(x))", False, True),
-        ("/nova/shards.py", "os.pread(self.file, n, at)", False, False),
+        ("/nova/kernels/precision.py", "return x.to(torch.float8_e4m3fn)", False, True),
+        ("/nova/text/shards.py", "os.pread(self.file, n, at)", False, False),
         ("/nova/train_nova.py", "time.sleep(1000)", False, False),
-        ("/nova/metrics.py", "f.writelines(rows)", False, False),
+        ("/nova/track/metrics.py", "f.writelines(rows)", False, False),
     ],
 )
 def test_on_a_gpu_a_rank_in_a_kernel_launch_is_not_the_culprit(file, line, cpu, gpu):
     """The device's queue is bounded: while a peer is missing, all ranks stand in a launch. Reading data is no launch."""
-    frames = [
-        traceback.FrameSummary(file, 1, "f", line=line),
-        traceback.FrameSummary("/nova/train_nova.py", 2, "g"),
-    ]
+    below = traceback.FrameSummary("/nova/train_nova.py", 2, "g")
+    frames = [traceback.FrameSummary(file, 1, "f", line=line), below]
     assert failures.in_collective(frames) == cpu
     assert failures.in_collective(frames, gpu=True) == gpu
 
@@ -376,7 +338,7 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     assert set(plain) == {"WORLD_SIZE", "CUDA_DEVICE_ORDER", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF"}
     startup.setup_environment(tiny_settings(), older := {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
     assert "PYTORCH_ALLOC_CONF" not in older
-    code = "import sys, startup; sys.exit('torch' in sys.modules)"
+    code = "import sys; from launch import agreement, startup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -439,7 +401,7 @@ def test_restarts_without_progress_end(tmp_path):
 def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the_main_thread():
     kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        stop = agreement.StopSignals(says=False)
+        stop = watchdog.StopSignals(says=False)
         assert stop.name is None and not stop.insisted()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -454,11 +416,26 @@ def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the
             signal.signal(number, handler)
 
 
-def test_an_agreed_stop_is_no_failure_to_torchrun():
+def bare(rank=0, world=1, environ=None, store=None):
+    """One rank's part of the agreement without sockets and threads. -> (stages, watchdog, what it left with)"""
+    launcher, ends = board.Launcher({"RANK": str(rank), "WORLD_SIZE": str(world)} | (environ or {}), 60), []
+    its = board.Board(launcher, store or dist.HashStore())
+    signals = SimpleNamespace(name=None)
+    stages = agreement.Stages(its, signals, tiny_settings())
+    return stages, watchdog.Watchdog(its, signals, ends.append), ends
+
+
+@pytest.mark.parametrize(
+    "environ, codes", [({"TORCHELASTIC_RUN_ID": ""}, [0, 0, 64, 71]), ({}, [0, 3, 64, 71])]
+)
+def test_an_agreed_stop_is_no_failure_to_torchrun(tmp_path, monkeypatch, environ, codes):
     """It would turn 3 into a failure of the job; everything else is one."""
-    for torchrun, codes in ((True, [0, 0, 64, 71]), (False, [0, 3, 64, 71])):
-        agree = SimpleNamespace(torchrun=torchrun)
-        assert [agreement.Control.final_code(agree, code) for code in (0, 3, 64, 71)] == codes
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    ending = board.Ending(bare(environ=environ)[0].board, str(tmp_path), print)
+    for code in (0, 3, 64, 71):
+        ending.exit(code)
+    assert ended == codes
 
 
 def test_errors_are_described_for_a_person():
@@ -467,70 +444,56 @@ def test_errors_are_described_for_a_person():
         {}["x"]
     except KeyError as e:
         assert "KeyError" in failures.describe(e) and "test_startup.py line" in failures.describe(e)
-    assert [startup.exit_code_of(e) for e in (OSError(28, "full"), ValueError(), KeyboardInterrupt())] == [
-        74,
-        70,
-        130,
-    ]
+    errors = OSError(28, "full"), ValueError(), KeyboardInterrupt()
+    assert [failures.exit_code_of(e) for e in errors] == [74, 70, 130]
 
 
 def test_the_first_failure_is_the_failure():
     """Two ranks fail: whoever comes second reports the first, with its exit code, and a stop does not hide it."""
-    store, ranks = dist.HashStore(), []
-    for rank in (0, 1):
-        control = object.__new__(agreement.Control)
-        control.rank, control.world, control.store, control.failure = rank, 2, store, None
-        control.task = (f"step {rank}", None)
-        ranks.append(control)
-    first = ranks[1].record("out of memory", 70)
-    assert ranks[0].record("SIGTERM", 3) == first == ranks[1].record("again", 65)
+    store = dist.HashStore()
+    stages = [bare(rank, 2, store=store)[0] for rank in (0, 1)]
+    for rank, its in enumerate(stages):
+        its.tick(f"step {rank}", 60)
+    first = stages[1].board.record("out of memory", 70)
+    assert stages[0].board.record("SIGTERM", 3) == first == stages[1].board.record("again", 65)
     assert (first["rank"], first["code"], first["stage"]) == (1, 70, "step 1")
-    assert ranks[0]._known() and "rank 1" in ranks[0].sentence(ranks[0].failure)
+    assert first["host"] == socket.gethostname()
+    stages[0].tick("step 2", 60)  # it has not looked yet
+    assert stages[0].board.known() and "rank 1" in stages[0].board.sentence(first)
     with pytest.raises(failures.RankFailed, match="out of memory") as e:
-        ranks[0].raise_failure()
+        stages[0].tick("step 3", 60)
     assert e.value.exit_code == 70 and e.value.rank == 1
-
-
-def bare_control():
-    """One rank's control plane without sockets and threads, and what it would have ended with."""
-    control, ends = object.__new__(agreement.Control), []
-    control.rank, control.world, control.store, control.failure = 0, 1, dist.HashStore(), None
-    control.leave, control.lost, control.log, control.device = ends.append, 0.1, print, None
-    control.signals, control.count, control.guest = SimpleNamespace(name=None), 0, False
-    return control, ends
 
 
 def test_a_deadline_moves_with_a_transfer_that_goes_on(capfd):
     """A download of a large checkpoint, or the last upload, outlasts its stage; one that stands still does not."""
-    control, ends = bare_control()
-    with control.stage("download", timeout=0.05):
-        control.busy(60)
+    stages, dog, ends = bare()
+    with stages.stage("download", timeout=0.05):
+        stages.busy(60)
         time.sleep(0.1)
-        control._check_deadline(control.store, time.monotonic())
+        dog.check_deadline(time.monotonic())
     assert not ends, "the deadline was moved"
-    control.tick("export", 0.05)
-    control.busy(0.01)
+    stages.tick("export", 0.05)
+    stages.busy(0.01)
     time.sleep(0.1)
-    control._check_deadline(control.store, time.monotonic())
-    assert ends[0]["stage"] == "export" and "deadline passed" in ends[0]["why"], (
-        "it moved no further than asked"
-    )
+    dog.check_deadline(time.monotonic())
+    assert ends[0]["stage"] == "export", "it moved no further than asked"
+    assert "deadline passed" in ends[0]["why"] and ends[0]["rank"] == 0
 
 
 def test_a_full_disk_costs_the_status_and_not_the_run(tmp_path):
-    control, _ = bare_control()
-    lines, control.info = [], {}
-    control.log, control.settings = lines.append, SimpleNamespace(out_dir=str(tmp_path / "file" / "out"))
     (tmp_path / "file").touch()
-    control.note(saved=5)
-    assert control.info == {"saved": 5} and "status.json is not written" in lines[0]
+    lines = []
+    ending = board.Ending(bare()[0].board, str(tmp_path / "file" / "out"), lines.append)
+    ending.note(saved=5)
+    assert ending.info == {"saved": 5} and "status.json is not written" in lines[0]
 
 
 def limits(rank, world, folder):
     saver = Store(folder, Ranks(rank, world)).saver.group
     made = dist.new_group(backend="gloo")
     agree = object.__new__(startup.Agreement)
-    agree.lost = 10.0
+    agree.device = torch.device("cpu")
 
     def seconds(group):
         return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -16,9 +16,10 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-OUT, OPTIONS = sys.argv[1], dict(a.lstrip("-").split("=", 1) for a in sys.argv[2:])
+OPTIONS = dict(stage=60, step=60, steps=20, saves=5, save=0, pace=0.05, fault="-1::")
+OUT, OPTIONS = sys.argv[1], OPTIONS | dict(a.lstrip("-").split("=", 1) for a in sys.argv[2:])
 RANK = int(os.environ.get("RANK", 0))
-FAULT = OPTIONS.get("fault", "-1::").split(":")
+FAULT = OPTIONS["fault"].split(":")
 os.makedirs(OUT, exist_ok=True)
 
 
@@ -58,18 +59,17 @@ def hurt(where: str):
 write(f"pid.{RANK}", str(os.getpid()))
 hurt("import")
 
-from launch import agreement, startup  # noqa: E402
+from launch import board, startup  # noqa: E402
 from settings import load_settings  # noqa: E402
 
 if "lost" in OPTIONS:
-    agreement.LOST["cpu"] = float(OPTIONS["lost"])
+    board.LOST["cpu"] = float(OPTIONS["lost"])
 
 
 def main():
-    seconds = {name: OPTIONS.get(name, default) for name, default in (("stage", "60"), ("step", "60"))}
     settings = load_settings(
-        [f"--out_dir={OUT}", f"--stage_timeout={seconds['stage']}", f"--step_timeout={seconds['step']}"]
-        + ["--hub_patience=0", "--init_timeout=60", f"--seed={OPTIONS.get('seed', 42)}"]
+        [f"--out_dir={OUT}", f"--stage_timeout={OPTIONS['stage']}", f"--step_timeout={OPTIONS['step']}"]
+        + ["--hub_patience=0", "--init_timeout=60"]
     )
     startup.setup_environment(settings)
     import torch
@@ -83,20 +83,20 @@ def main():
 
     dist.init_process_group = init_process_group
     agree = startup.init(settings)
-    steps, saves, begin = int(OPTIONS.get("steps", 20)), int(OPTIONS.get("saves", 5)), 0
+    steps, saves, begin = int(OPTIONS["steps"]), int(OPTIONS["saves"]), 0
     with agree.stage("load"):
         hurt("load")
         agree.barrier()
     with agree.stage("resume"):
         hurt("stage")
-        if os.path.exists(os.path.join(OUT, "checkpoint")):
-            with open(os.path.join(OUT, "checkpoint")) as f:
+        if os.path.exists(checkpoint := os.path.join(OUT, "checkpoint")):
+            with open(checkpoint) as f:
                 begin = int(f.read())
         begin = agree.broadcast(begin)
 
     def save(step):
         write("saving", str(step))
-        time.sleep(float(OPTIONS.get("save", 0)))
+        time.sleep(float(OPTIONS["save"]))
         if agree.rank == 0:
             write("checkpoint", str(step))
         agree.note(saved=step)
@@ -107,8 +107,7 @@ def main():
         if step == begin + 3:
             hurt("step")
         write(f"step.{RANK}", str(step))
-        stop = agree.control([agree.signals.name is not None])[0]
-        if stop:
+        if agree.control([agree.signals.name is not None])[0]:
             save(step - 1)
             raise startup.Stopped(agree.signals.name or "another rank's signal")
         if step == begin + 3:
@@ -117,7 +116,7 @@ def main():
                 write("fault", "")
                 dist.barrier()  # one collective more than the others: everyone waits for ever
         dist.all_reduce(gradient)
-        time.sleep(float(OPTIONS.get("pace", 0.05)))
+        time.sleep(float(OPTIONS["pace"]))
         if step % saves == 0:
             save(step)
         if step == begin + 1:

@@ -137,20 +137,20 @@ class Watcher:
     """Looks at updates and changes nothing: the proof of a launch's first update, parameters that do not move in its
     first 20, the slowest rank, and a black box of the last 32 steps, written when a run gives up.
 
-    `muon` tells how many blocks there are and shows each to the proof; `fresh`: no update yet, so the loss is known."""
+    blocks: how many the model has for `muon`, which shows each to the proof; fresh: no update yet, so the loss is known."""
 
-    def __init__(self, settings, agree, named_parameters, muon, log, fresh: bool):
+    def __init__(self, settings, agree, named_parameters, blocks: int, muon, log, fresh: bool):
         self.settings, self.agree, self.log, self.fresh = settings, agree, log, fresh
-        self.parameters, self.muon, self.updates = dict(named_parameters), muon, 0
+        self.parameters, self.muon, self.updates, self.bad_in_a_row = dict(named_parameters), muon, 0, 0
         self.movement, self.box = Movement(self.parameters.items()), deque(maxlen=32)
-        blocks = sum(map(len, muon.blocks.values()))
         head = "embed.weight" if settings.tie_embeddings else "lm_head.weight"
         dense = {head: settings.vocab_size}
         self.proof = proofs.FirstStepProof(agree, self.parameters.items(), blocks, dense, log)
         muon.watch = self.proof.watch
 
-    def before_update(self, done, last: bool):
-        """done: a metrics.Step, its gradients in place; last: it ends the run if it is bad."""
+    def before_update(self, done):
+        """done: a metrics.Step, its gradients in place. An update that would not be finite is skipped by the caller."""
+        self.bad_in_a_row = self.bad_in_a_row + 1 if done.bad else 0
         n = self.settings.sequences_per_step
         self.box.append({
             "step": done.step, "samples": [(done.step - 1) * n, done.step * n], "loss": done.loss,
@@ -160,7 +160,7 @@ class Watcher:
             self.movement.saw_gradients()
         if self.proof and not done.bad:
             self.proof.before_update()
-        if last and done.bad:
+        if self.bad_in_a_row >= self.settings.max_bad_steps:
             self.write_box()
 
     def write_box(self):
@@ -179,6 +179,15 @@ class Watcher:
             self.log(f"the last {len(self.box)} steps are in {path}")
 
     def after_update(self, done):
+        """Raises Diverged after max_bad_steps skipped updates in a row, StartupError where the proof fails."""
+        if done.bad:
+            found, times = f"loss {done.loss}, grad_norm {done.grad_norm}", self.bad_in_a_row
+            self.log(f"step {done.step}: {found}: update skipped ({times} in a row)")
+            if times >= self.settings.max_bad_steps:
+                raise Diverged(
+                    f"{times} non-finite steps in a row up to step {done.step}: lower muon_lr and lr, or look at "
+                    f"the data of samples {(done.step - 1) * self.settings.sequences_per_step} and following"
+                )
         self.updates += 1
         if self.updates == UPDATES:
             for line in self.movement.report(self.agree.gather):
