@@ -96,9 +96,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for a person."""
         f, memory, s, m, c = self.facts, self.memory, self.speed, self.money, self.files
-        price = (
-            f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour" if f["device"] != "cpu" else ""
-        )
+        price = f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour"
         out = [f"plan: {self.gpus} x {self.gpu.name}, computed, not measured ({f['how']})"]
         total = self.parameters["total"]
         classes = "  ".join(f"{k} {number(v)}" for k, v in self.parameters.items() if k != "total" and v)
@@ -127,7 +125,7 @@ class Plan:
         )
         out.append(
             f"  schedule     {f['steps']:,} steps = {number(f['tokens'])} tokens "
-            f"({f['tokens'] / total:.2g} a parameter): {hours(m['hours'])}{price}"
+            f"({f['tokens'] / total:.2g} a parameter): {hours(m['hours'])}{'' if f['device'] == 'cpu' else price}"
         )
         if m["budget_hours"]:
             out.append(
