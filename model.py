@@ -222,8 +222,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm, self.ffn_norm = RMSNorm(s.d_model), RMSNorm(s.d_model)
         self.attn, self.ffn = Attention(s, layer), SwiGLU(s)
-        scales = [vector(s.d_model, s.layer_scale) if s.layer_scale else None for _ in range(2)]
-        self.ls_a, self.ls_f = scales
+        self.ls_a, self.ls_f = (vector(s.d_model, s.layer_scale) if s.layer_scale else None for _ in range(2))
         self.checkpointing = s.activation_checkpointing
         self.ffn_hidden = s.ffn_hidden
         self.run = self.body  # or its compiled form, see compile_blocks
@@ -279,7 +278,6 @@ def rows_loss(logits, targets, vocab: int, cap: float, z_loss: float, training: 
     so that nothing in between has to be stored."""
     dtype, valid, target = logits.dtype, targets >= 0, targets.clamp(min=0)[:, None]
     logits = logits.to(torch.promote_types(dtype, torch.float32))
-    slope = None
     if cap:
         tanh = logits.div_(cap).tanh_()
         logits = tanh * cap
@@ -317,15 +315,13 @@ class SoftcapCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dw = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        training = dx is not None or dw is not None
         total = torch.zeros((), dtype=wide, device=x.device)
         token_loss = torch.empty(x.shape[0], dtype=wide, device=x.device)
         for start in range(0, x.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = F.linear(x[rows], weight)
-            training = dx is not None or dw is not None
-            token_loss[rows], regulariser, grad = rows_loss(
-                logits, targets[rows], vocab, cap, z_loss, training
-            )
+            logits, own = F.linear(x[rows], weight), targets[rows]
+            token_loss[rows], regulariser, grad = rows_loss(logits, own, vocab, cap, z_loss, training)
             total += token_loss[rows].sum()
             if z_loss:
                 total += regulariser
@@ -362,11 +358,9 @@ class Nova(nn.Module):
 
     def __init__(self, settings):
         super().__init__()
-        if settings.vocab_size is None:
-            raise bad(
-                settings, "vocab_size", "is not known: set it, or read it from the data's metadata.json"
-            )
         self.settings = s = settings
+        if s.vocab_size is None:
+            raise bad(s, "vocab_size", "is not known: set it, or read it from the data's metadata.json")
         self.embed = nn.Embedding(s.padded_vocab_size, s.d_model)
         self.embed.weight.role = Role("embedding", std=1 / s.d_model if s.tie_embeddings else 0.02)
         self.layers = nn.ModuleList(Block(s, i) for i in range(s.n_layers))
@@ -378,9 +372,7 @@ class Nova(nn.Module):
         self.ids_checked = False
         self.fp8 = self.compiled = False  # set by convert_fp8 and compile_blocks
         self.rows_loss = rows_loss  # or its compiled form, see compile_blocks
-        self.roles: dict[
-            str, Role
-        ] = {}  # by name: parameters themselves are replaced by fully_shard and to_empty
+        self.roles = {}  # Role by name: parameters themselves are replaced by fully_shard and to_empty
         for name, p in self.named_parameters():
             if not hasattr(p, "role"):
                 raise ModelError(f"{name} has no role: make it with Linear(…) or vector(…), or set its .role")
@@ -439,9 +431,8 @@ class Nova(nn.Module):
         if ids.shape[1] > s.max_len:
             raise bad(s, "max_len", f"the sequence has {ids.shape[1]} tokens")
         if self.fp8 and torch.is_grad_enabled() and ids.numel() % 16:
-            raise bad(
-                s, "micro_batch", f"float8 needs a multiple of 16 tokens per micro-step, not {ids.numel()}"
-            )
+            problem = f"float8 needs a multiple of 16 tokens per micro-step, not {ids.numel()}"
+            raise bad(s, "micro_batch", problem)
         if targets is not None and targets.shape != ids.shape:
             raise ModelError(f"targets {tuple(targets.shape)} must have the shape of ids {tuple(ids.shape)}")
         if ids.device.type == "cpu" or not self.ids_checked:  # on a GPU only once: it waits for the device
@@ -451,9 +442,8 @@ class Nova(nn.Module):
                     continue
                 low, high = (v.item() for v in t.aminmax())
                 if low < lowest or high >= s.vocab_size:
-                    raise bad(
-                        s, "vocab_size", f"{what} hold {low}..{high}, outside {lowest}..{s.vocab_size - 1}"
-                    )
+                    allowed = f"{lowest}..{s.vocab_size - 1}"
+                    raise bad(s, "vocab_size", f"{what} hold {low}..{high}, outside {allowed}")
 
 
 # --- initialisation ------------------------------------------------------------------------------------------

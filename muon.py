@@ -162,43 +162,33 @@ class Muon(torch.optim.Optimizer):
         self.coeffs, self.dtype, self.bucket, self.watch = coeffs, dtype, bucket, None
         self.names, self.blocks = {}, {}
         for group in self.param_groups:
-            names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
-            for name, p in zip(names, group["params"], strict=True):
+            for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p.ndim != 2 or 0 in p.shape or not p.is_floating_point():
                     raise MuonError(
                         f"{name} has shape {tuple(p.shape)}, {p.dtype}: Muon needs whole 2-D matrices. Flat 1-D pieces come "
                         "from FSDP1 or ZeRO: shard with fully_shard (FSDP2). Vectors belong to AdamW."
                     )
                 if p.is_meta:
-                    raise MuonError(
-                        f"{name} is on the meta device: build the optimizers after the weights are real"
-                    )
+                    raise MuonError(f"{name} is on the meta device: build optimizers once weights are real")
                 Layout(p, name)
                 blocks = tuple((row_blocks or {}).get(name, (p.shape[0],)))
                 if sum(blocks) != p.shape[0] or min(blocks) < 1:
-                    raise MuonError(
-                        f"{name} has {p.shape[0]} rows, its row blocks {blocks} do not add up to that"
-                    )
+                    raise MuonError(f"{name} has {p.shape[0]} rows: its row blocks {blocks} do not add up")
                 self.names[p], self.blocks[p] = name, blocks
                 self.state[p]["momentum"] = zeros_like(p)  # now: the same checkpoint keys at any step
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self):
         tasks = [self._update(turn, *job) for turn, job in enumerate(self._plan())]
         # four stages; the newest bucket first, so that its gather is under way
         for k in range(len(tasks) + 3):
             for task in reversed(tasks[max(0, k - 3) : k + 1]):
                 next(task, None)
-        return loss
 
     def flops(self, p: Tensor) -> int:
         """Work to orthogonalise one matrix, per iteration."""
-        total = 0
-        for rows in self.blocks[p]:
-            short, long = sorted((rows, p.shape[1]))
-            total += 4 * short**2 * long + 2 * short**3
-        return total
+        sides = (sorted((rows, p.shape[1])) for rows in self.blocks[p])
+        return sum(4 * short**2 * long + 2 * short**3 for short, long in sides)
 
     def _plan(self) -> list[tuple[dict, Layout, list[tuple[int, Tensor]]]]:
         """Buckets: (group, layout, [(owner, parameter)] by owner). The largest matrix goes first, each to the rank with the
@@ -206,9 +196,7 @@ class Muon(torch.optim.Optimizer):
         buckets, layouts, load = defaultdict(list), {}, {}
         todo = [(i, p) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
         if not todo:
-            raise MuonError(
-                "no matrix has a gradient: were the optimizers built before fully_shard? Build them after it"
-            )
+            raise MuonError("no matrix has a gradient: were the optimizers built before fully_shard?")
         todo = sorted(((self.flops(p), i, p) for i, p in todo), key=lambda t: -t[0])
         for flops, i, p in todo:
             key = (p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device
@@ -246,9 +234,9 @@ class Muon(torch.optim.Optimizer):
                 there = [0] * layout.size
                 for size, (owner, _) in zip(sizes, items, strict=True):
                     there[owner] += size
+                widths = [p.shape[1] for p in mine]
                 here = [
-                    sum(h[r] * p.shape[1] for h, p in zip(heights, mine, strict=True))
-                    for r in range(layout.size)
+                    sum(h[r] * w for h, w in zip(heights, widths, strict=True)) for r in range(layout.size)
                 ]
                 send = pack(grads, self.dtype, layout.device)
                 received, wait = exchange(send, there, here, layout.group)
@@ -297,28 +285,19 @@ def build_optimizers(model: nn.Module, settings: Settings, log=print) -> list:
             continue
         first_name[p] = name
         if p.dtype != torch.float32:
-            raise MuonError(
-                f"{name} is {p.dtype}: masters must be fp32, small steps vanish in bf16 (matmuls run in bf16 anyway)"
-            )
+            raise MuonError(f"{name} is {p.dtype}: masters must be fp32, in bf16 small steps vanish")
         role = model.roles.get(name)
         if role is None or role.kind not in ROLES:
             raise MuonError(f"{name}, shape {tuple(p.shape)}: no role says how to optimise it: {role}")
-        kind, (optimizer, decay) = role.kind, ROLES[role.kind]
+        optimizer, decay = ROLES[role.kind]
         (muon_params if optimizer == "muon" else adamw_params[decay]).append((name, p))
-        row = table.setdefault(kind, [optimizer, decay, 0, 0])
+        row = table.setdefault(role.kind, [optimizer, decay, 0, 0])
         row[2], row[3] = row[2] + 1, row[3] + p.numel()
-    if not muon_params or not (adamw_params[True] or adamw_params[False]):
-        raise MuonError(
-            f"the model has no {'AdamW parameters' if muon_params else 'block matrices for Muon'}"
-        )
     s = settings
     row_blocks = {name: model.roles[name].rows for name, _ in muon_params}
     muon = Muon(muon_params, s.muon_lr, s.muon_momentum, s.weight_decay, row_blocks, COEFFS[s.muon_coeffs])
-    groups = [
-        dict(params=params, weight_decay=s.weight_decay if decay else 0.0)
-        for decay, params in adamw_params.items()
-        if params
-    ]
+    decays = ((params, s.weight_decay if decay else 0.0) for decay, params in adamw_params.items() if params)
+    groups = [dict(params=params, weight_decay=decay) for params, decay in decays]
     options = dict(lr=s.lr, betas=(s.beta1, s.beta2), eps=s.adam_eps)
     if s.adamw == "8bit":
         adamw = AdamW8bit(groups, **options)
@@ -340,10 +319,8 @@ def set_rates(optimizers: list, muon_lr: float, lr: float, momentum: float):
     """Rates of the coming step, from the schedule."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if isinstance(optimizer, Muon):
-                group["lr"], group["momentum"] = muon_lr, momentum
-            else:
-                group["lr"] = lr
+            muon = isinstance(optimizer, Muon)
+            group.update(dict(lr=muon_lr, momentum=momentum) if muon else dict(lr=lr))
 
 
 @torch.no_grad()
@@ -395,9 +372,7 @@ def optimizer_state(model: nn.Module, optimizers: list) -> tuple[dict[str, Tenso
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p not in names:
-                raise MuonError(
-                    f"a parameter of shape {tuple(p.shape)} is not the model's: build optimizers after fully_shard"
-                )
+                raise MuonError(f"{tuple(p.shape)} is not the model's: build optimizers after fully_shard")
             if isinstance(optimizer, Muon):
                 shared.update({f"muon.{names[p]}.{k}": v for k, v in optimizer.state[p].items()})
                 continue
@@ -419,11 +394,8 @@ def load_optimizer_state(model: nn.Module, optimizers: list, shared: dict, own: 
     for mine, given, what in ((live, shared, "shared"), (codes, own, "own")):
         if given is None:
             continue
-        wrong = {
-            k
-            for k in mine.keys() | given.keys()
-            if k not in mine or k not in given or mine[k].shape != given[k].shape
-        }
+        both = mine.keys() & given.keys()
+        wrong = (mine.keys() ^ given.keys()) | {k for k in both if mine[k].shape != given[k].shape}
         if wrong:
             raise MuonError(f"{what} optimizer state does not fit: {sorted(wrong)[:5]}, {len(wrong)} in all")
     for optimizer in optimizers:
@@ -432,9 +404,8 @@ def load_optimizer_state(model: nn.Module, optimizers: list, shared: dict, own: 
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 key = f"adamw.{names[p]}"
                 mine = {k: own[f"{key}.{k}"] for k in optimizer.codes(p)} if own is not None else None
-                optimizer.set_moments(
-                    p, *(shared[f"{key}.{k}"] for k in ("exp_avg", "exp_avg_sq", "step")), mine
-                )
+                moments = (shared[f"{key}.{k}"] for k in ("exp_avg", "exp_avg_sq", "step"))
+                optimizer.set_moments(p, *moments, mine)
     for key, tensor in live.items():
         if tensor is not shared[key]:
             local(tensor).copy_(local(shared[key]))

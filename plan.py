@@ -34,8 +34,6 @@ from kernels import BLOCK, GPUS, Gpu, host_memory
 from settings import SettingsError, load_settings
 
 GB = 1e9
-
-
 # Achieved shares of the peaks: assumptions, calibrated on published runs, to be replaced by `python -m bench gpu`.
 ACHIEVED = {"bf16": 0.60, "fp8": 0.45, "attention": 0.30, "muon": 0.60, "bandwidth": 0.75}
 # Rate of the blocks' matmuls against tensorwise, which ACHIEVED["fp8"] is calibrated on (torchtitan, 8B, H200: 10,938
@@ -65,9 +63,6 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
-
     @property
     def exit_code(self) -> int:
         return 2 if self.problems else 0
@@ -85,11 +80,11 @@ class Plan:
             memory -= report.get("memory_before_model_gb", 0.0)  # Python and torch
             # kernels too; this CPU's peak is measured
             memory_name, mfu = "tensors; growth of process, GB", None
-        speed, rate = self.speed, "tokens_per_second_per_gpu"
+        speed, step, rate = self.speed, "seconds_per_step", "tokens_per_second_per_gpu"
         rows = (
             ("parameters", self.parameters["total"], report.get("parameters"), number),
             (memory_name, self.memory["peak"] / GB, memory, "{:.2f}".format),
-            ("seconds a step", speed["seconds_per_step"], report.get("seconds_per_step"), "{:.3g}".format),
+            ("seconds a step", speed[step], report.get(step), "{:.3g}".format),
             ("tokens/s/GPU", speed[rate], report.get(rate), number),
             ("MFU", speed["mfu"], mfu, "{:.1%}".format),
             ("checkpoint, GB", self.files["checkpoint"] / GB, report.get("checkpoint_gb"), "{:.3g}".format),
@@ -103,7 +98,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for a person."""
         f, memory, s, m, c = self.facts, self.memory, self.speed, self.money, self.files
-        cpu = f["device"] == "cpu"
+        price = f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour"
         out = [f"plan: {self.gpus} x {self.gpu.name}, computed, not measured ({f['how']})"]
         total = self.parameters["total"]
         classes = "  ".join(f"{k} {number(v)}" for k, v in self.parameters.items() if k != "total" and v)
@@ -122,16 +117,17 @@ class Plan:
             f"({number(s['flops_per_token'])} FLOP/token; limit {number(s['limit'])}/GPU)"
         )
         hidden = "hidden" if s["communication_hidden"] else "NOT hidden"
+        replica = 1e3 * s["replica_all_reduce"]
+        replicas = f"; replicas' all-reduce {replica:.0f} ms a step" if replica else ""
         out.append(
             f"  micro-step   compute {1e3 * s['compute']:.0f} ms, FSDP traffic {1e3 * s['communication']:.0f} ms "
             f"({s['communication_bytes'] / GB:.1f} GB, {hidden}); "
             f"optimizer {1e3 * s['optimizer']:.0f} ms (Muon {1e3 * s['muon_compute']:.0f}, its traffic "
-            f"{1e3 * s['muon_communication']:.0f}){s['replica_text']}"
+            f"{1e3 * s['muon_communication']:.0f}){replicas}"
         )
         out.append(
             f"  schedule     {f['steps']:,} steps = {number(f['tokens'])} tokens "
-            f"({f['tokens'] / total:.2g} a parameter): {hours(m['hours'])}"
-            + ("" if cpu else f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour")
+            f"({f['tokens'] / total:.2g} a parameter): {hours(m['hours'])}{'' if f['device'] == 'cpu' else price}"
         )
         if m["budget_hours"]:
             out.append(
@@ -139,15 +135,15 @@ class Plan:
                 f"{100 * m['budget_share']:.1f} % of the schedule, for ${m['budget_dollars']:,.0f}; "
                 + ", ".join(f"at {k} MFU {number(v)}" for k, v in m["budget_tokens_at"].items())
             )
-        out.append(
-            f"  checkpoint   {c['checkpoint'] / GB:.3g} GB, written in {c['save_seconds']:.2g} s behind training; final "
-            f"weights {c['weights'] / GB:.3g} GB; "
-            + (
+        upload = "no upload (hf_model_repo is not set)"
+        if c["publishes"]:
+            upload = (
                 f"upload {hours(c['upload_seconds'] / 3600)} at {UPLOAD / 1e6:.0f} MB/s, at least "
                 f"{c['upload_minimum'] / 1e6:.3g} MB/s to be done before the next"
-                if c["publishes"]
-                else "no upload (hf_model_repo is not set)"
             )
+        out.append(
+            f"  checkpoint   {c['checkpoint'] / GB:.3g} GB, written in {c['save_seconds']:.2g} s behind training; final "
+            f"weights {c['weights'] / GB:.3g} GB; {upload}"
         )
         out += [f"  ! {w}" for w in self.warnings] + [f"  CANNOT RUN: {p}" for p in self.problems]
         return out
@@ -157,10 +153,8 @@ def choices(settings, gpu: Gpu) -> dict:
     """What "auto" would choose on such a device. The run itself decides by looking at the real one."""
     cpu = gpu.name.startswith("CPU")
     fp8 = settings.use_fp8 == "on" or (settings.use_fp8 == "auto" and gpu.fp8 is not None)
-    compiled = settings.use_compile
-    if compiled == "auto":
-        compiled = not cpu
-    return {"fp8": fp8, "compile": bool(compiled), "device": "cpu" if cpu else "cuda"}
+    compiled = not cpu if settings.use_compile == "auto" else settings.use_compile
+    return {"fp8": fp8, "compile": compiled, "device": "cpu" if cpu else "cuda"}
 
 
 class Anatomy(NamedTuple):
@@ -176,10 +170,10 @@ def anatomy(settings) -> Anatomy:
     return Anatomy(model.count_params(settings), blocks, flops)
 
 
-def orthogonalize_flops(rows: int, columns: int, iterations: int = 5) -> float:
-    """FLOPs of muon.orthogonalize: X X^T, its square and one product with X, each iteration."""
+def orthogonalize_flops(rows: int, columns: int) -> int:
+    """FLOPs of muon.orthogonalize: X X^T, its square and one product with X, in each of five iterations."""
     m, n = min(rows, columns), max(rows, columns)
-    return iterations * (4 * m * m * n + 2 * m**3)
+    return 5 * (4 * m * m * n + 2 * m**3)
 
 
 # Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden). All but
@@ -219,42 +213,34 @@ def memory_moments(settings, body: Anatomy, micro_batch: int, shard: int, chosen
     """
     s = settings
     muon, total, tokens = body.parameters["block"], body.parameters["total"], micro_batch * s.max_len
-    block, d = muon // s.n_layers, s.d_model
-    small = total - muon
+    block, d, small = muon // s.n_layers, s.d_model, total - muon
     embedding = s.padded_vocab_size * d
     roots = embedding * (1 if s.tie_embeddings else 2)
-    live = f"{chosen['device']} {'compiled' if chosen['compile'] else 'eager'}"
-    mode = {"none": live, "selective": f"{chosen['device']} selective", "full": "full"}[
-        s.activation_checkpointing
-    ]
+    device = chosen["device"]
+    live = f"{device} {'compiled' if chosen['compile'] else 'eager'}"
+    modes = {"none": live, "selective": f"{device} selective", "full": "full"}
+    mode = modes[s.activation_checkpointing]
     activations = s.n_layers * tokens * saved_bytes(s, mode)
     at_work = tokens * (4 * d + 4 * s.ffn_hidden)  # gradients of activations on their way through the FFN
     if s.activation_checkpointing != "none":  # one block is made again
         at_work += tokens * (saved_bytes(s, live) - saved_bytes(s, mode))
-    on_gpu = chosen["device"] == "cuda"
     persistent = {
         "weights": 4 * total / shard,
         "muon state": 4 * muon / shard,
         "adamw state": (8 if s.adamw == "fp32" else 2 * (1 + 4 / 256)) * small / shard,
-        "CUDA context, NCCL": CONTEXT if on_gpu else 0,
+        "CUDA context, NCCL": CONTEXT if device == "cuda" else 0,
     }
     if s.cpu_offload:
         persistent |= {"weights": 0, "muon state": 0, "adamw state": 0}
     gradients = 0 if s.cpu_offload else 4 * total / shard
-    accumulating = {
+    running = persistent | {
         "gradients": gradients if accum > 1 and s.reduce_every_micro_step else 0,
         "unsharded fp32 gradients": 4 * total if accum > 1 and not s.reduce_every_micro_step else 0,
+        "activations": activations + tokens * d * ROOT_SAVED,
+        "gathered weights": 2 * roots + (0 if s.reshard_after_forward else 2 * muon),
+        "batch": 16 * tokens * accum,
     }
-    running = (
-        persistent
-        | accumulating
-        | {
-            "activations": activations + tokens * d * ROOT_SAVED,
-            "gathered weights": 2 * roots + (0 if s.reshard_after_forward else 2 * muon),
-            "batch": 16 * tokens * accum,
-        }
-    )
-    more = 0 if not s.reshard_after_forward else 2 * 2 * block
+    more = 2 * 2 * block if s.reshard_after_forward else 0
     chunk = min(tokens, s.loss_chunk) * s.padded_vocab_size
     buckets = min(10 * muon / shard, 18 * 2**26) if shard > 1 else 4 * 2**20  # muon.py: four alive, in bf16
     return {
@@ -303,9 +289,8 @@ def step_seconds(settings, body: Anatomy, gpu: Gpu, gpus: int, shard: int, accum
     attention = max(0.0, per_token - linear - head) / 2
     rate = gpu.bf16 * ACHIEVED["bf16"]
     block_rate = gpu.fp8 * ACHIEVED["fp8"] * FP8_GAIN[s.fp8_recipe] if chosen["fp8"] and gpu.fp8 else rate
-    compute = tokens * (
-        linear / block_rate + head / rate + attention * 7 / 6 / (gpu.bf16 * ACHIEVED["attention"])
-    )
+    softmax_rate = gpu.bf16 * ACHIEVED["attention"]
+    compute = tokens * (linear / block_rate + head / rate + attention * 7 / 6 / softmax_rate)
     # of the blocks' forward
     again = {"none": 0, "selective": 1 / 9, "full": 1 / 3}[s.activation_checkpointing]
     compute += again * tokens * linear / block_rate
@@ -328,20 +313,12 @@ def step_seconds(settings, body: Anatomy, gpu: Gpu, gpus: int, shard: int, accum
     speed = s.tokens_per_step / seconds
     peak_rate = gpu.fp8 if chosen["fp8"] and gpu.fp8 else gpu.bf16
     return {
-        "seconds_per_step": seconds,
-        "tokens_per_second": speed,
-        "tokens_per_second_per_gpu": speed / gpus,
-        "flops_per_token": per_token,
-        "mfu": speed / gpus * per_token / gpu.bf16,
+        "seconds_per_step": seconds, "tokens_per_second": speed, "tokens_per_second_per_gpu": speed / gpus,
+        "flops_per_token": per_token, "mfu": speed / gpus * per_token / gpu.bf16,
         "limit": 1 / (linear / peak_rate + (head + attention) / gpu.bf16),
-        "compute": compute,
-        "communication": traffic,
-        "communication_bytes": volume,
-        "communication_hidden": traffic <= compute,
-        "replica_all_reduce": replica,
-        "replica_text": f"; replicas' all-reduce {1e3 * replica:.0f} ms a step" if replica else "",
-        **optimizer,
-    }
+        "compute": compute, "communication": traffic, "communication_bytes": volume,
+        "communication_hidden": traffic <= compute, "replica_all_reduce": replica, **optimizer,
+    }  # fmt: skip
 
 
 def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
@@ -358,10 +335,9 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     chosen = choices(s, device)
     body = anatomy(s)
     parameters, total = body.parameters, body.parameters["total"]
-    capacity = device.memory * USABLE
-    if device.name.startswith("CPU"):
+    if chosen["device"] == "cpu":
         device = dataclasses.replace(device, memory=host_memory() / gpus)
-        capacity = device.memory * USABLE
+    capacity = device.memory * USABLE
 
     def fits(micro_batch, **changes) -> bool:
         changed = dataclasses.replace(s, **changes)
@@ -399,9 +375,7 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
             "hours": run_hours, "usd_per_gpu_hour": s.usd_per_gpu_hour, "dollars": run_hours * price,
             "budget_hours": budget, "budget_tokens": min(bought, tokens), "budget_share": min(1.0, bought / tokens),
             "budget_dollars": min(budget or 0, run_hours) * price,
-            "budget_tokens_at": {
-                f"{share} %": min(tokens, bought * share / 100 / speed["mfu"]) for share in (30, 40, 50)
-            },
+            "budget_tokens_at": {f"{x} %": min(tokens, bought * x / 100 / speed["mfu"]) for x in (30, 40, 50)},
         },
         files={
             "checkpoint": states, "weights": 4 * total, "save_seconds": states / gpus / DISK,
@@ -426,9 +400,8 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
     peak_gb, capacity_gb = result.memory["peak"] / GB, result.memory["capacity"] / GB
     largest, tokens = result.memory["largest_micro_batch"], number(result.facts["tokens"])
     if assumed_vocabulary:
-        warn(
-            f"vocab_size is not set: {result.facts['vocab_size']:,} assumed until the data's metadata.json says it"
-        )
+        assumed = f"{result.facts['vocab_size']:,} assumed"
+        warn(f"vocab_size is not set: {assumed} until the data's metadata.json says it")
     if peak_gb > capacity_gb:
         cures = [f"micro_batch={largest}"] if largest else []
         for name, value in (
@@ -437,38 +410,31 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
         ):  # fmt: skip
             if len(cures) < 2 and fits(s.micro_batch, **{name: value}):
                 cures.append(f"{name}={value}")
-        cures = cures or [
-            f"micro_batch={sizes[0]} with activation_checkpointing=full, more GPUs, or a smaller model"
-        ]
-        result.problems.append(
-            f"needs {peak_gb:.1f} GB of {capacity_gb:.1f} GB usable on each GPU: " + " or ".join(cures)
-        )
+        last = f"micro_batch={sizes[0]} with activation_checkpointing=full, more GPUs, or a smaller model"
+        needs = f"needs {peak_gb:.1f} GB of {capacity_gb:.1f} GB usable on each GPU"
+        result.problems.append(f"{needs}: {' or '.join(cures or [last])}")
     elif peak_gb > 0.9 * capacity_gb:
         warn(f"memory is tight: {peak_gb:.1f} of {capacity_gb:.1f} GB usable")
     if s.max_hours or s.job_hours:
         warmup = (s.warmup_steps * speed["seconds_per_step"] + START_UP[result.facts["device"]]) / 3600
-        share, budget = money["budget_share"], money["budget_hours"]
+        share = money["budget_share"]
+        bought = f"{money['budget_hours']:g} h buy about {100 * share:.0f} % of the {tokens}-token schedule"
         if s.max_hours and s.max_hours <= warmup:
             result.problems.append(
                 f"max_hours={s.max_hours:g} end inside the warm-up, which takes {warmup:.2g} h: "
                 f"lower warmup_steps={s.warmup_steps}, or raise max_hours"
             )
         elif share < 1 and s.max_hours:
-            warn(
-                f"{budget:g} h buy about {100 * share:.0f} % of the {tokens}-token schedule: "
-                f"the decay will be moved to end at about step {share * s.steps:,.0f}"
-            )
+            warn(f"{bought}: the decay will be moved to end at about step {share * s.steps:,.0f}")
         elif share < 1:
             warn(
-                f"{budget:g} h buy about {100 * share:.0f} % of the {tokens}-token schedule: "
-                f"about {math.ceil(1 / share) if share else 'too many'} launches of job_hours={s.job_hours:g}, "
+                f"{bought}: about {math.ceil(1 / share) if share else 'too many'} launches of job_hours={s.job_hours:g}, "
                 f"the rate still {'at its peak' if s.schedule == 'wsd' else 'near its peak'} after the first. To end "
                 f"decayed, set max_hours, or target_tokens={money['budget_tokens']:.2g}"
             )
+            of_that = 100 * s.warmup_steps / max(1, share * s.steps)
             if share * s.steps < 5 * s.warmup_steps:
-                warn(
-                    f"warmup_steps={s.warmup_steps} are {100 * s.warmup_steps / max(1, share * s.steps):.0f} % of that"
-                )
+                warn(f"warmup_steps={s.warmup_steps} are {of_that:.0f} % of that")
     if result.facts["device"] == "cpu":
         warn("speed on a CPU is a rough guess: one core of 0.15 TFLOP/s")
     if not speed["communication_hidden"]:
@@ -540,12 +506,10 @@ def main(argv: list[str]) -> int:
             raise SettingsError(f"--gpus={options['gpus']}: must be a positive number, written --gpus=8")
         result = plan(load_settings(rest), int(options["gpus"]), options["gpu"])
     except SettingsError as error:
-        assumed = (
-            "" if any(a.startswith("--gpus=") for a in argv) else " (plan.py assumes --gpus=8 --gpu=h200)"
-        )
-        print(f"{error}{assumed}", file=sys.stderr)
+        given = any(a.startswith("--gpus=") for a in argv)
+        print(error if given else f"{error} (plan.py assumes --gpus=8 --gpu=h200)", file=sys.stderr)
         return error.exit_code
-    print(json.dumps(result.as_dict(), indent=2) if "--json" in argv else "\n".join(result.lines()))
+    print(json.dumps(dataclasses.asdict(result), indent=2) if "--json" in argv else "\n".join(result.lines()))
     return result.exit_code
 
 

@@ -15,9 +15,7 @@ import sys
 import torch
 
 
-def next_token(
-    logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator | None
-) -> int:
+def next_token(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """One id drawn from logits (V,); temperature 0 is greedy, top_k 0 keeps all ids."""
     if temperature == 0:
         return int(logits.argmax())
@@ -90,9 +88,8 @@ def load(path: str):
     settings.use_fp8, settings.use_compile = "off", False  # fp32, which every machine has
     model = Nova(settings)
     model.load_state_dict(tensors, strict=True)
-    file = next(
-        (f for f in (f"{path}/tokenizer.json", f"{path}/export/tokenizer.json") if os.path.exists(f)), None
-    )
+    files = (f"{path}/tokenizer.json", f"{path}/export/tokenizer.json")
+    file = next((f for f in files if os.path.exists(f)), None)
     return model.eval(), settings, data.Tokenizer(config["tokenizer"], file)
 
 
@@ -115,9 +112,7 @@ def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     if tokenizer.kind == "ids":
-        sys.exit(
-            f"sample.py: {arguments.path}: its data named no tokenizer, so there is no text to read or write"
-        )
+        sys.exit(f"sample.py: {arguments.path}: its data named no tokenizer, so there is no text to read")
     prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eot or 0]
     for i in range(arguments.samples):
         ids = generate(

@@ -14,11 +14,8 @@ QUANT_BLOCK = 256  # entries that share one scale in bitsandbytes' 8-bit optimiz
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """bitsandbytes' AdamW with 8-bit moments, on each rank's own rows (it refuses DTensors).
-
-    Moments are quantised in blocks of 256 entries of the local rows, so codes and scales fit one world size only;
-    `moments` and `set_moments` translate to and from fp32 tensors that any world size can hold. Local pieces below
-    4,096 entries keep 32-bit moments (bitsandbytes' own rule)."""
+    """bitsandbytes' AdamW with 8-bit moments, on each rank's own rows (it refuses DTensors). `moments` and `set_moments`
+    translate to and from fp32 tensors. Local pieces below 4,096 entries keep 32-bit moments (bitsandbytes' own rule)."""
 
     def __init__(self, params, lr=2e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -31,16 +28,13 @@ class AdamW8bit(torch.optim.Optimizer):
             self.pieces.update(mine)
             self.rowless.update({p: 0 for p in group["params"] if p not in mine})
             groups.append(dict(params=list(mine.values()), lr=lr, weight_decay=group["weight_decay"]))
-        self.inner = bitsandbytes.optim.AdamW8bit(
-            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
-        )
+        self.inner = bitsandbytes.optim.AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
         for i, group in enumerate(self.inner.param_groups):
             for j, piece in enumerate(group["params"]):
                 self.inner.init_state(group, piece, i, j)  # now: the same checkpoint keys at any step
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner["lr"] = group["lr"]
         for p, piece in self.pieces.items():
@@ -51,7 +45,6 @@ class AdamW8bit(torch.optim.Optimizer):
             self.rowless[p] += p.grad is not None
         for piece in self.pieces.values():
             piece.grad = None
-        return loss
 
     def codes(self, p: Tensor) -> dict[str, Tensor]:
         """This rank's live 8-bit codes and scales of `p`; empty where moments are 32-bit."""

@@ -29,10 +29,10 @@ class Gpu:
 
 
 GPUS = {
-    "h200": Gpu("H200 SXM", 989e12, 1979e12, 150.1e9, 4.8e12, 360e9),
-    "h100": Gpu("H100 SXM", 989e12, 1979e12, 85.0e9, 3.35e12, 360e9),
-    "b200": Gpu("B200", 2250e12, 4500e12, 192.0e9, 8.0e12, 720e9),
-    "a100": Gpu("A100 80GB SXM", 312e12, None, 85.0e9, 2.0e12, 240e9, 20e9),
+    "h200": Gpu("H200 SXM", PEAKS["H200"], 1979e12, 150.1e9, 4.8e12, 360e9),
+    "h100": Gpu("H100 SXM", PEAKS["H100"], 1979e12, 85.0e9, 3.35e12, 360e9),
+    "b200": Gpu("B200", PEAKS["B200"], 4500e12, 192.0e9, 8.0e12, 720e9),
+    "a100": Gpu("A100 80GB SXM", PEAKS["A100"], None, 85.0e9, 2.0e12, 240e9, 20e9),
     "cpu": Gpu("CPU core", 0.15e12, None, 0.0, 10e9, 2e9, 1e9),  # memory: this machine's
 }
 
@@ -63,7 +63,7 @@ def cpu_peak(threads: int) -> float:
     return best
 
 
-# of a container: v2, v1
+# of a container: cgroup v2, v1
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

@@ -36,19 +36,14 @@ def choose(settings, device) -> dict:
     torchao = importlib.util.find_spec("torchao") is not None
     able = gpu is None or gpu >= (8, 9) or s.fp8_emulate  # the CPU's float8 is exact, and slow
     if s.use_fp8 == "on" and not (torchao and able):
-        why = (
-            f"{where} has no float8 matmul (sm_89 and newer do)"
-            if torchao
-            else "the package torchao is missing"
-        )
+        missing = "float8 matmul (sm_89 and newer do)"
+        why = f"{where} has no {missing}" if torchao else "the package torchao is missing"
         raise bad(s, "use_fp8", f"{why}; use off" + ("" if able else ", or fp8_emulate"))
     fp8 = s.use_fp8 == "on" or (s.use_fp8 == "auto" and torchao and gpu is not None and gpu >= (9, 0))
-    reasons.append(
-        f"use_fp8={s.use_fp8}: {'float8' if fp8 else 'bf16'} matmuls on {where}"
-        + ("" if torchao else " (no torchao)")
-    )
+    note = "" if torchao else " (no torchao)"
     if fp8 and gpu is None and not s.fp8_emulate:
-        reasons[-1] += " (correct but about 30x slower than fp8_emulate)"
+        note = " (correct but about 30x slower than fp8_emulate)"
+    reasons.append(f"use_fp8={s.use_fp8}: {'float8' if fp8 else 'bf16'} matmuls on {where}{note}")
 
     if device.type == "cuda":
         found = importlib.util.find_spec("triton") is not None
@@ -95,9 +90,7 @@ def convert_fp8(model, settings, log=print):
     total = sum(isinstance(m, nn.Linear) for m in model.modules())
     convert_to_float8_training(model, module_filter_fn=wanted, config=config)
     if not taken and settings.use_fp8 == "on":
-        raise bad(
-            settings, "use_fp8", f"no matrix of the blocks has dimensions that are multiples of 16: {skipped}"
-        )
+        raise bad(settings, "use_fp8", f"no block matrix has dimensions that are multiples of 16: {skipped}")
     model.fp8 = bool(taken)
     log(
         f"float8 ({settings.fp8_recipe}{', emulated' if settings.fp8_emulate else ''}): {len(taken)} of {total} linear "

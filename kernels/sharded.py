@@ -80,10 +80,8 @@ def pack(tensors: list[Tensor], dtype, device) -> Tensor:
     """One flat tensor, cast on the way."""
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=device)
     if tensors:
-        views = [
-            v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
-        ]
-        torch._foreach_copy_(views, tensors)
+        parts = flat.split([t.numel() for t in tensors])
+        torch._foreach_copy_([part.view(t.shape) for part, t in zip(parts, tensors, strict=True)], tensors)
     return flat
 
 

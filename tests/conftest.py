@@ -12,6 +12,8 @@ for name in ("HF_TOKEN", "HF_DATASET_REPO", "HF_MODEL_REPO", "DOMAINS", "NOVA_DE
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 import settings as settings_module  # noqa: E402
 
@@ -19,6 +21,25 @@ import settings as settings_module  # noqa: E402
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+def quiet(text):
+    """A log that nobody reads."""
+
+
+def cpu_mesh(world, hsdp=None):
+    """A mesh of `world` ranks, or of `hsdp` = (replicas, ranks that share the rows)."""
+    shape = hsdp or (world,)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def full(t):
+    """A tensor, sharded or not, as a whole one."""
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+
+
+def weights(net) -> dict:
+    return {n: full(p).clone() for n, p in net.named_parameters()}
 
 
 def tiny_settings(**changes):

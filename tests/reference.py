@@ -91,24 +91,19 @@ def attention(w, prefix, x, s, layer, first=0, form=None):
                 y.append(attend(qs, ks, value))
             y = y[0] - w[prefix + "diff_lambda"][h] * y[1]
             y = (1 - lambda_0) * rms(y, w[prefix + "h_norm.scale"])
-        elif form == "seed":
-            half = D // 2
-            qr, kr = (
-                rope(rms(a, c), s.rope_theta, first) for a, c in ((head(q, h), q_scale), (key, k_scale))
-            )
-            y1 = attend(qr[:, :half], kr[:, :half], value[:, :half])
-            y2 = attend(qr[:, half:], kr[:, half:], value[:, half:])
-            y = np.concatenate([y1, w[prefix + "diff_lambda"][h] * y2], -1)
-            y = (1 - lambda_0) * rms(y, w[prefix + "h_norm.scale"])
         else:
-            kr = rope(rms(key, k_scale), s.rope_theta, first)
-            if form == "standard":
-                y = attend(rope(rms(head(q, h), q_scale), s.rope_theta, first), kr, value)
+            turn = lambda map, scale: rope(rms(map, scale), s.rope_theta, first)  # noqa: E731
+            kr = turn(key, k_scale)
+            if form == "seed":
+                qr, half = turn(head(q, h), q_scale), D // 2
+                y1 = attend(qr[:, :half], kr[:, :half], value[:, :half])
+                y2 = attend(qr[:, half:], kr[:, half:], value[:, half:])
+                y = np.concatenate([y1, w[prefix + "diff_lambda"][h] * y2], -1)
+                y = (1 - lambda_0) * rms(y, w[prefix + "h_norm.scale"])
+            elif form == "standard":
+                y = attend(turn(head(q, h), q_scale), kr, value)
             else:
-                y1, y2 = (
-                    attend(rope(rms(head(q, 2 * h + i), q_scale), s.rope_theta, first), kr, value)
-                    for i in (0, 1)
-                )
+                y1, y2 = (attend(turn(head(q, 2 * h + i), q_scale), kr, value) for i in (0, 1))
                 y = y1 - sigmoid(x @ w[prefix + "lambda_proj.weight"][h])[:, None] * y2
         if prefix + "head_gate" in w:
             y = y * w[prefix + "head_gate"][h]
@@ -153,7 +148,6 @@ class SeedAttention(nn.Module):
 
     It rotates the whole head and then splits it, so each rotated pair lies across the two streams and scores depend on
     absolute positions; it splits v as well; and it concatenates A1 v1 with lambda A2 v2 where the paper subtracts.
-    Parameter names and shapes are those of model.Attention with attention="diff", so it can take its place.
     """
 
     def __init__(self, s):
@@ -163,14 +157,13 @@ class SeedAttention(nn.Module):
         self.qkv = nn.Linear(s.d_model, (self.H + 2 * self.K) * self.D, bias=False)
         self.o_proj = nn.Linear(self.H * self.D, s.d_model, bias=False)
         for name in ("q_norm", "k_norm", "h_norm"):
-            holder = nn.Module()
-            holder.scale = nn.Parameter(torch.ones(self.D))
-            setattr(self, name, holder)
+            self.register_module(name, nn.Module())
+            getattr(self, name).scale = nn.Parameter(torch.ones(self.D))
         self.diff_lambda = nn.Parameter(torch.full((self.H,), 0.8))
         self.head_gate = nn.Parameter(torch.ones(self.H))
 
-    def forward(self, x, cos, sin, keep, first=0):
-        """model.Attention's signature; cos and sin are per stream there and unused here."""
+    def forward(self, x, keep, first=0):
+        """x (B, L, d_model) normed, keep = 1 - lambda_0, positions from `first` on."""
         B, L, _ = x.shape
         H, K, D, half = self.H, self.K, self.D, self.D // 2
         q, k, v = self.qkv(x).split([H * D, K * D, K * D], -1)
@@ -182,9 +175,8 @@ class SeedAttention(nn.Module):
         c, s = (torch.cat([t, t], -1)[None, :, None] for t in (angle.cos(), angle.sin()))
         turn = lambda t: torch.cat([-t[..., half:], t[..., :half]], -1)  # noqa: E731
         q, k = (t * c + turn(t) * s for t in (q, k))
-        q, k, v = (
-            t.transpose(1, 2) for t in (q, k.repeat_interleave(H // K, 2), v.repeat_interleave(H // K, 2))
-        )
+        k, v = (t.repeat_interleave(H // K, 2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         call = lambda part: F.scaled_dot_product_attention(  # noqa: E731
             q[..., part].to(v.dtype), k[..., part].to(v.dtype), v[..., part], is_causal=True
         )

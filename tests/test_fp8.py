@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import tiny_settings
-from test_model import FORMS, make, tokens
+from conftest import quiet, tiny_settings
+from test_model import FORMS, make, one_step, tokens
 from test_model_sharded import gradients
 from workers import run
 
@@ -21,17 +21,16 @@ def real_kernels(recipe):
     """torch._scaled_mm itself instead of emulation, where this torch's CPU has it."""
     if recipe != "tensorwise" and torch.__version__ < "2.13":
         pytest.skip(
-            f"torch {torch.__version__} has no row-wise _scaled_mm on the CPU: only emulation was tested"
+            f"torch {torch.__version__} on a CPU has no row-wise _scaled_mm: only emulation was tested"
         )
 
 
-def fp8(dtype=torch.bfloat16, log=None, noise=True, **changes):
+def fp8(dtype=torch.bfloat16, log=quiet, noise=True, **changes):
     """A float8 model with the weights of make(**changes), in bf16: what FSDP's policy hands to the blocks."""
     nova, _ = make(dtype, noise=noise, **changes)
     s = tiny_settings(**{**FP8, **changes})
-    with torch.device("meta"):
-        converted = model.Nova(s)
-    precision.convert_fp8(converted, s, log or (lambda text: None))
+    converted = model.on_meta(s)
+    precision.convert_fp8(converted, s, log)
     converted.to_empty(device="cpu").to(dtype).load_state_dict(nova.state_dict())
     return converted, nova, s
 
@@ -46,19 +45,15 @@ def test_exactly_the_block_matrices_become_float8(form):
     assert names == want  # not the (16, 64) projections of gates, whose dimensions would do
     assert f"{len(want)} of {len(want) + 3 + 2 * (form == 'diff_v2')} linear layers" in lines[0]
     assert all(word in lines[0] for word in ("lm_head", "gate_proj", "rowwise"))
-    assert (
-        nova.layers[1].ffn.up.config.emulate and not fp8(fp8_emulate=False)[0].layers[1].ffn.up.config.emulate
-    )
+    for converted, emulated in ((nova, True), (fp8(fp8_emulate=False)[0], False)):
+        assert converted.layers[1].ffn.up.config.emulate is emulated
 
 
 def test_dimensions_that_are_no_multiples_of_16_stay_bf16_and_are_named():
     lines = []
     _, _, s = fp8(log=lines.append, ffn_hidden=120)
-    assert (
-        f"4 of {2 * len(reference.block_matrices(s))}" in lines[0]
-        and "ffn.down" in lines[0]
-        and "120" in lines[0]
-    )
+    for word in (f"4 of {2 * len(reference.block_matrices(s))}", "ffn.down", "120"):
+        assert word in lines[0]
     with pytest.raises(model.ModelError, match="use_fp8='on'.*multiples of 16"):
         fp8(d_model=40, n_heads=5, n_kv_heads=5, ffn_hidden=120)
 
@@ -70,16 +65,14 @@ def test_errors_of_one_matrix_are_float8s(recipe, emulate):
     rowwise_with_gw_hp makes dW in bf16. emulate=False is torch._scaled_mm itself."""
     if not emulate:
         real_kernels(recipe)
-    nova, plain, s = fp8(fp8_recipe=recipe, fp8_emulate=emulate)
+    nova, plain, _ = fp8(fp8_recipe=recipe, fp8_emulate=emulate)
     torch.manual_seed(0)
-    x = torch.randn(4, 16, 64).bfloat16()
+    x = torch.randn(4, 16, 64).bfloat16().requires_grad_()
     dy = torch.randn(4, 16, 128).bfloat16()
     results = []
     for linear in (plain.layers[0].ffn.up, nova.layers[0].ffn.up):
-        leaf = x.clone().requires_grad_()
-        y = linear(leaf)
-        y.backward(dy)
-        results.append((y, leaf.grad, linear.weight.grad))
+        y = linear(x)
+        results.append((y, *torch.autograd.grad(y, (x, linear.weight), dy)))
     errors = [((a - b).float().norm() / a.float().norm()).item() for a, b in zip(*results, strict=True)]
     assert all(0.005 < e < 0.08 for e in errors[:2]), errors
     assert errors[2] == 0 if recipe == "rowwise_with_gw_hp" else 0.005 < errors[2] < 0.08, errors
@@ -93,9 +86,7 @@ def test_the_whole_model_in_float8_is_near_bf16(recipe):
     for emulate in (True, False):
         nova, plain, s = fp8(fp8_recipe=recipe, fp8_emulate=emulate, n_layers=1, max_len=16, noise=False)
         for name, m in ((emulate, nova), ("bf16", plain)):
-            loss, _ = m(*tokens(s))
-            loss.backward()
-            grads[name] = torch.cat([p.grad.float().flatten() for p in m.parameters()])
+            grads[name] = torch.cat([g.float().flatten() for g in one_step(m, *tokens(s))[1:]])
 
     def error(a, b):
         return ((grads[a] - grads[b]).norm() / grads[b].norm()).item()
@@ -135,8 +126,7 @@ def test_weights_names_and_values_are_those_of_bf16():
 
 
 @pytest.mark.parametrize("changes", [
-    dict(fp8_recipe="tensorwise"), dict(fp8_recipe="rowwise"), dict(fp8_recipe="rowwise_with_gw_hp"),
-    dict(activation_checkpointing="selective"), dict(activation_checkpointing="full"),
+    *(dict(fp8_recipe=r) for r in RECIPES), *(dict(activation_checkpointing=a) for a in ("selective", "full")),
     pytest.param(dict(use_compile=True, activation_checkpointing="selective"), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_float8_under_fsdp(changes):
@@ -157,8 +147,9 @@ def test_float8_under_fsdp(changes):
 
 def train(nova, s, steps):
     """Loss of the last 20 steps on sequences that count upwards by a stride of their own, with noise."""
-    masters = [p.detach().float().clone() for p in nova.parameters()]
-    optimizer = torch.optim.AdamW([m.requires_grad_() for m in masters], lr=3e-3, betas=(0.9, 0.95))
+    masters = [p.detach().float().clone().requires_grad_() for p in nova.parameters()]
+    pairs = list(zip(masters, nova.parameters(), strict=True))
+    optimizer = torch.optim.AdamW(masters, lr=3e-3, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(steps):
@@ -168,12 +159,11 @@ def train(nova, s, steps):
         rows = torch.where(noise, torch.randint(0, 257, rows.shape, generator=generator), rows)
         loss, _ = nova(rows[:, :-1], rows[:, 1:].contiguous())
         (loss / rows[:, 1:].numel()).backward()
-        for m, p in zip(masters, nova.parameters(), strict=True):
-            m.grad, p.grad = p.grad.float(), None
+        for master, p in pairs:
+            master.grad, p.grad = p.grad.float(), None
         optimizer.step()
-        with torch.no_grad():
-            for m, p in zip(masters, nova.parameters(), strict=True):
-                p.copy_(m)
+        for master, p in pairs:
+            p.data.copy_(master)
         losses.append(loss.item() / rows[:, 1:].numel())
     return losses[0], sum(losses[-20:]) / 20
 

@@ -5,7 +5,7 @@ import pytest
 import reference
 import torch
 from conftest import tiny_settings
-from test_model import FORMS, make, tokens
+from test_model import FORMS, make, one_step, tokens
 from test_model_sharded import gradients
 from torch._dynamo.testing import CompileCounterWithBackend
 from workers import run
@@ -13,6 +13,8 @@ from workers import run
 import model
 import train_nova
 from kernels import attention, cpu, precision
+
+can_compile = pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile from a path with spaces")
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -27,17 +29,14 @@ def test_all_layers_share_one_graph_that_equals_eager(form, mode):
             torch._dynamo.reset()
             for block in nova.layers:
                 block.run = torch.compile(block.body, backend=graphs, fullgraph=True, dynamic=False)
-        ids, targets = tokens(s)
-        loss, _ = nova(ids, targets)
-        loss.backward()
-        results.append([loss, *(p.grad for p in nova.parameters())])
+        results.append(one_step(nova, *tokens(s)))
     assert graphs.frame_count == 1
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-5 * a.norm()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile from a path with spaces")
+@can_compile
 def test_compiled_blocks_equal_eager_blocks_under_fsdp():
     """The real compiler, two ranks: fused kernels round less often, so within bf16's noise. (With checkpointing and
     float8 besides: test_fp8.py.)"""
@@ -48,27 +47,18 @@ def test_compiled_blocks_equal_eager_blocks_under_fsdp():
         assert np.linalg.norm(eager[1][n] - compiled[1][n]) < 0.03 * np.linalg.norm(eager[1][n]), n
 
 
-@pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile from a path with spaces")
+@can_compile
 def test_the_compiled_loss_equals_the_eager_one():
     """Elementwise part of the loss: every term on, ignored targets, padded ids; gradients of hidden states and head."""
     torch.manual_seed(0)
     x, w, targets = torch.randn(96, 32), torch.randn(128, 32) / 3, torch.randint(0, 100, (96,))
     targets[::7] = -1
-    results = []
+    leaves, results = [t.requires_grad_() for t in (x, w)], []
     for rows_loss in (model.rows_loss, torch.compile(model.rows_loss, fullgraph=True, dynamic=False)):
-        leaves = [t.clone().requires_grad_() for t in (x, w)]
         loss, each = model.SoftcapCrossEntropy.apply(*leaves, targets, 100, 5.0, 1e-2, 48, rows_loss)
-        loss.backward()
-        results.append([loss.detach(), each, *(t.grad for t in leaves)])
+        results.append([loss.detach(), each, *torch.autograd.grad(loss, leaves)])
     assert (results[0][2].norm(dim=1) > 0).sum() == (targets >= 0).sum()
     torch.testing.assert_close(*results)
-
-
-class NoCompiler:
-    """Stands in for inductor with a compiler that fails."""
-
-    def __call__(self, graph, inputs):
-        raise RuntimeError("the compiler says no")
 
 
 @pytest.mark.parametrize("wish", [True, "auto"])
@@ -77,7 +67,11 @@ def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
     ids, targets = tokens(s)
     want = nova(ids, targets)[0]
     lines, real = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend=NoCompiler(), **kw))
+
+    def no_compiler(graph, inputs):
+        raise RuntimeError("the compiler says no")
+
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend=no_compiler, **kw))
     precision.compile_blocks(nova, s, lines.append)
     if wish is True:
         with pytest.raises(model.ModelError, match="use_compile=True.*the compiler says no"):
@@ -90,68 +84,66 @@ def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
 
 def test_auto_may_still_fall_back_in_a_first_launch_and_never_chooses_again():
     """What a run does with "auto" before it builds: resolved too early, a failing compiler would end the run."""
-    s = tiny_settings(use_compile="auto", use_fp8="auto")
-    train_nova.keep_choices(s, {"fp8": True, "compile": False})
-    assert (s.use_fp8, s.use_compile) == ("on", False)
-    s = tiny_settings(use_compile=True, use_fp8="off")
-    train_nova.keep_choices(s, {"fp8": True, "compile": False})
-    assert (s.use_fp8, s.use_compile) == ("off", True), "what was set wins"
+    for wish, kept in ((("auto", "auto"), ("on", False)), (("off", True), ("off", True))):
+        s = tiny_settings(use_fp8=wish[0], use_compile=wish[1])
+        train_nova.keep_choices(s, {"fp8": True, "compile": False})
+        assert (s.use_fp8, s.use_compile) == kept, "what was set wins"
 
 
 def test_choose_says_what_auto_means(monkeypatch):
-    s = tiny_settings(use_fp8="auto", use_compile="auto")
-    capability = {"now": (9, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability["now"])
-    assert model.choose(s, "cuda")["fp8"] is True
-    capability["now"] = (8, 0)
-    assert model.choose(s, "cuda")["fp8"] is False and model.choose(s, "cpu")["fp8"] is False
+    auto, fp8, compiled = dict(use_fp8="auto", use_compile="auto"), dict(use_fp8="on"), dict(use_compile=True)
+
+    def chosen(settings, device):
+        return precision.choose(tiny_settings(**settings), device)
+
+    for capability, able, wanted in (((9, 0), True, True), ((8, 9), True, False), ((8, 0), False, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, now=capability: now)
+        assert chosen(auto, "cuda")["fp8"] is wanted, 'able to from 8.9 on, but "auto" asks for 9.0'
+        if able:
+            assert chosen(fp8, "cuda")["fp8"] is True
     with pytest.raises(model.ModelError, match="use_fp8='on'.*sm_80"):
-        model.choose(tiny_settings(use_fp8="on"), "cuda")
-    capability["now"] = (8, 9)  # able to, but "auto" asks for 9.0
-    assert model.choose(tiny_settings(use_fp8="on"), "cuda")["fp8"] is True
-    assert model.choose(s, "cuda")["fp8"] is False
+        chosen(fp8, "cuda")
     monkeypatch.setattr(precision.torch, "__file__", "/opt/torch/__init__.py")
     monkeypatch.setattr(precision.shutil, "which", lambda name: None)
-    chosen = model.choose(s, "cpu")
-    assert chosen["compile"] is False and any("eager (on a CPU" in r for r in chosen["reasons"])
+    assert chosen(auto, "cpu")["fp8"] is chosen(auto, "cpu")["compile"] is False
+    assert any("eager (on a CPU" in r for r in chosen(auto, "cpu")["reasons"])
     with pytest.raises(model.ModelError, match="use_compile=True.*no C"):
-        model.choose(tiny_settings(use_compile=True), "cpu")
+        chosen(compiled, "cpu")
     monkeypatch.setattr(precision.shutil, "which", lambda name: "/bin/" + name)
     with monkeypatch.context() as spaced:
         spaced.setattr(precision.torch, "__file__", "/opt/my torch/__init__.py")
         with pytest.raises(model.ModelError, match="path without spaces"):
-            model.choose(tiny_settings(use_compile=True), "cpu")
-    assert model.choose(tiny_settings(use_compile=True), "cpu")["compile"] is True
-    assert model.choose(s, "cpu")["compile"] is False
+            chosen(compiled, "cpu")
+    assert chosen(compiled, "cpu")["compile"] is True and chosen(auto, "cpu")["compile"] is False
     monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: name)
-    assert model.choose(s, "cuda")["compile"] is True
+    assert chosen(auto, "cuda")["compile"] is True
 
 
 def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
     """The first that works, in a fixed order, everything else switched off; math only where it is allowed."""
     works, switched, lines = set(), {}, []
+    switches = {k: lambda on, k=k: switched.update({k: on}) for k in attention.SDPA_SWITCHES}
+    monkeypatch.setattr(attention, "SDPA_SWITCHES", switches)
     monkeypatch.setattr(
-        attention, "attention_problem",
-        lambda s, device, kernel, unequal: None if (kernel, unequal) in works else "no",
-    )  # fmt: skip
-    monkeypatch.setattr(
-        attention, "SDPA_SWITCHES",
-        {k: lambda on, k=k: switched.update({k: on}) for k in ("flash", "cudnn", "efficient", "math")},
-    )  # fmt: skip
-    cuda = torch.device("cuda")
+        attention, "attention_problem", lambda s, device, *form: None if form in works else ""
+    )
+
+    def chosen(**changes):
+        return attention.choose_attention(tiny_settings(**changes), torch.device("cuda"), lines.append)
+
     with pytest.raises(model.ModelError, match="attention='diff'.*head_dim=16.*allow_math_attention"):
-        attention.choose_attention(tiny_settings(), cuda, lines.append)
+        chosen()
     assert not switched
     works.add(("flash", False))
-    assert attention.choose_attention(tiny_settings(), cuda, lines.append) == "padded"
+    assert chosen() == "padded"
     assert switched == {"flash": True, "cudnn": False, "efficient": False, "math": False}
     assert "flash" in lines[-1] and "keys padded" in lines[-1] and "cudnn" in lines[-1]
     works.add(("cudnn", True))
-    assert attention.choose_attention(tiny_settings(), cuda, lines.append) == "wide" and switched["cudnn"]
-    assert attention.choose_attention(tiny_settings(deterministic=True), cuda, lines.append) == "padded"
+    assert chosen() == "wide" and switched["cudnn"]
+    assert chosen(deterministic=True) == "padded"
     works.clear()
     works.add(("math", False))
-    attention.choose_attention(tiny_settings(allow_math_attention=True), cuda, lines.append)
+    chosen(allow_math_attention=True)
     assert switched["math"] and not switched["flash"]
 
 
@@ -210,9 +202,8 @@ def test_block_attentions_gradient_is_its_derivative(form, monkeypatch):
         *inputs, scale = attention_inputs(form, 150, dtype)
         y = cpu.BlockAttention.apply(*inputs, scale)
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-        results.append(
-            torch.autograd.grad((y * weight.to(dtype)).sum(), [t for t in inputs if t is not None])
-        )
+        leaves = [t for t in inputs if t is not None]
+        results.append(torch.autograd.grad((y * weight.to(dtype)).sum(), leaves))
     for exact, rounded in zip(*results, strict=True):
         assert (exact - rounded.double()).norm() < 2e-2 * exact.norm()
 
@@ -223,15 +214,15 @@ def test_norm_and_rotation_equal_the_reference(scale_shape):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 3, 2, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     scale = torch.randn(scale_shape, generator=generator, dtype=torch.float64, requires_grad=True)
-    cos, sin = (t.double() for t in model.rope_tables(6, 5, 100.0))
-    normed, turned = cpu.rms_norm(x, scale, model.EPS), cpu.rotate(x, cos, sin)
+    tables = [t.double() for t in model.rope_tables(6, 5, 100.0)]
+    normed, turned = cpu.rms_norm(x, scale, model.EPS), cpu.rotate(x, *tables)
     want = reference.rms(x.detach().numpy(), scale.detach().numpy())
     assert np.abs(normed.detach().numpy() - want).max() < 1e-12
     for b, head, stream in np.ndindex(2, 3, 2):
         want_turned = reference.rope(x[b, :, head, stream].detach().numpy(), 100.0)
         assert np.abs(turned[b, :, head, stream].detach().numpy() - want_turned).max() < 1e-6  # fp32 tables
-    assert torch.autograd.gradcheck(lambda x, scale: cpu.rms_norm(x, scale, model.EPS), (x, scale))
-    assert torch.autograd.gradcheck(lambda x: cpu.rotate(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(cpu.rms_norm, (x, scale, model.EPS))
+    assert torch.autograd.gradcheck(cpu.rotate, (x, *tables))
     low, low_scale = x.detach().bfloat16(), scale.detach().bfloat16()
     exact = reference.rms(low.double().numpy(), low_scale.double().numpy())
     got = cpu.rms_norm(low, low_scale, model.EPS).double().numpy()
@@ -240,15 +231,16 @@ def test_norm_and_rotation_equal_the_reference(scale_shape):
 
 # --- on a GPU ------------------------------------------------------------------------------------------------
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: kernels not tested")
 
+
+@needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
     """The seed's heads (128 channels, 4 query heads a group), bf16 forward and backward within 2e-2 of fp32 math. Compiled,
     the kernels get other strides, of inputs and of gradients, than choose_attention tried."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device: flash, cuDNN and efficient attention were not tested")
     changes = dict(attention=form, d_model=1024, n_heads=8, n_kv_heads=2, ffn_hidden=1024, max_len=512)
     lines, results = [], []
     try:
@@ -262,10 +254,7 @@ def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
                 assert not torch.backends.cuda.math_sdp_enabled()
                 if compiled:
                     precision.compile_blocks(nova, tiny_settings(**changes, use_compile=True), lines.append)
-            ids, targets = (t.cuda() for t in tokens(s))
-            loss, _ = nova(ids, targets)
-            loss.backward()
-            results.append([loss, *(p.grad.float() for p in nova.parameters())])
+            results.append([t.float() for t in one_step(nova, *(t.cuda() for t in tokens(s)))])
     finally:
         for switch in attention.SDPA_SWITCHES.values():
             switch(True)
@@ -275,11 +264,10 @@ def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
     assert max(errors) < 5e-2 and sum(errors) / len(errors) < 2e-2, errors
 
 
+@needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 def test_gpu_kernels_agree_with_math(form, kernel):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device: flash and cuDNN attention were not tested")
     s = tiny_settings(attention=form, d_model=1024, n_heads=8, n_kv_heads=2)
     assert attention.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None

@@ -5,38 +5,23 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_settings
-from test_model import make, tokens
+from conftest import cpu_mesh, full, quiet, tiny_settings, weights
+from test_model import make, one_step, tokens
 from workers import run
 
 import model
 
-
-def build(world, changes, log=None, replicate=1):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    s = tiny_settings(**changes)
-    if replicate > 1:
-        mesh = init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    return model.build_model(s, mesh, "cpu", log=log or (lambda text: None)), s
+WORLDS = [(1, None), (2, None), (4, None), (4, (2, 2))]
 
 
-def whole(t):
-    from torch.distributed.tensor import DTensor
-
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+def digests(net) -> dict:
+    return {n: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights(net).items()}
 
 
-def digest(t) -> str:
-    return hashlib.sha256(whole(t).contiguous().numpy().tobytes()).hexdigest()
-
-
-def initial_weights(rank, world, changes, replicate=1):
-    nova, s = build(world, changes, replicate=replicate)
+def initial_weights(rank, world, changes, hsdp):
+    nova = model.build_model(tiny_settings(**changes), cpu_mesh(world, hsdp), "cpu", quiet)
     assert all(p.dtype == torch.float32 for p in nova.parameters())
-    return {n: digest(p) for n, p in nova.named_parameters()}
+    return digests(nova)
 
 
 def test_initial_weights_are_equal_at_every_world_size():
@@ -44,29 +29,28 @@ def test_initial_weights_are_equal_at_every_world_size():
     are no multiple of the ranks, and 4 lambdas on 4 ranks leave one row each."""
     changes = dict(ffn_hidden=193, attention="diff", tie_embeddings=False, max_len=32)
     nova, _ = make(noise=False, **changes)
-    want = {n: digest(p) for n, p in nova.named_parameters()}
+    want = digests(nova)
     assert len(set(want.values())) >= 12
-    for world, replicate in ((1, 1), (2, 1), (4, 1), (4, 2)):
-        for got in run(initial_weights, world, changes=changes, replicate=replicate, deadline=120):
-            assert got == want, (world, replicate)
+    for world, hsdp in WORLDS:
+        for got in run(initial_weights, world, changes=changes, hsdp=hsdp, deadline=120):
+            assert got == want, (world, hsdp)
     other, _ = make(noise=False, seed=43, **changes)
-    assert all(
-        not torch.equal(a, b)
-        for a, b in zip(nova.parameters(), other.parameters(), strict=True)
-        if a.ndim == 2
-    )
+    for a, b in zip(nova.parameters(), other.parameters(), strict=True):
+        assert a.ndim == 1 or not torch.equal(a, b)
 
 
-def gradients(rank, world, changes, replicate=1, see=False):
-    """Loss and whole gradients of one step on this rank's share of 4 rows; the mean over ranks is scaled to the sum."""
-    nova, s = build(world, changes, replicate=replicate)
+def gradients(rank, world, changes, hsdp=None, see=False):
+    """Loss and whole gradients of one step on this rank's share of 4 rows, the mean over ranks scaled to the sum; and to
+    `see` the dtypes of an attention's inputs and weight."""
+    s = tiny_settings(**changes)
+    nova = model.build_model(s, cpu_mesh(world, hsdp), "cpu", quiet)
     seen = []
+
+    def look(module, inputs):
+        seen.extend(t.dtype for t in (*inputs, module.qkv.weight))
+
     if see:
-        nova.layers[1].attn.register_forward_pre_hook(
-            lambda module, inputs: (
-                seen.extend(str(t.dtype) for t in inputs) or seen.append(str(module.qkv.weight.dtype))
-            )
-        )
+        nova.layers[1].attn.register_forward_pre_hook(look)
     ids, targets = (t.chunk(world)[rank] for t in tokens(s, B=4))
     loss, _ = nova(ids, targets)
     (loss / targets.numel()).backward()
@@ -74,7 +58,7 @@ def gradients(rank, world, changes, replicate=1, see=False):
     torch.distributed.all_reduce(total)
     for p in nova.parameters():
         assert p.grad.dtype == torch.float32 and p.grad.placements == p.placements
-    return total.item(), {n: whole(p.grad).numpy() for n, p in nova.named_parameters()}, seen
+    return total.item(), {n: full(p.grad).numpy() for n, p in nova.named_parameters()}, seen
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -85,16 +69,17 @@ def test_sharding_changes_nothing_but_rounding(tie):
     changes = dict(tie_embeddings=tie)
     nova, s = make(noise=False, **changes)
     ids, targets = tokens(s, B=4)
-    loss, _ = nova(ids, targets)
-    (loss / targets.numel()).backward()
-    for world, replicate in ((1, 1), (2, 1), (4, 1), (4, 2)):
-        total, grads, _ = run(gradients, world, changes=changes, replicate=replicate, deadline=120)[0]
+    loss, *want = one_step(nova, ids, targets)
+    for world, hsdp in WORLDS:
+        total, grads, _ = run(gradients, world, changes=changes, hsdp=hsdp, deadline=120)[0]
         assert abs(total - loss.item()) < 1e-3 * loss.item()
-        errors = {
-            n: np.linalg.norm(grads[n] - p.grad.numpy()) / p.grad.norm().item()
-            for n, p in nova.named_parameters()
-        }
-        assert max(errors.values()) < 0.04 and np.mean(list(errors.values())) < 0.015, (world, errors)
+        pairs = zip(grads.values(), (g.numpy() / targets.numel() for g in want), strict=True)
+        errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]
+        assert max(errors) < 0.04 and np.mean(errors) < 0.015, (
+            world,
+            hsdp,
+            dict(zip(grads, errors, strict=True)),
+        )
 
 
 def test_dtypes_inside_an_fsdp_block():
@@ -102,18 +87,18 @@ def test_dtypes_inside_an_fsdp_block():
     ranks add up is added up in fp32: sums of two bf16 gradients, most of which bf16 cannot hold."""
     for world in (1, 2):
         _, grads, seen = run(gradients, world, changes={}, see=True)[0]
-        assert seen == ["torch.bfloat16"] + ["torch.float32"] * 3 + ["torch.bfloat16"]
+        assert seen == [torch.bfloat16] + [torch.float32] * 3 + [torch.bfloat16]
     sums = torch.from_numpy(grads["layers.0.ffn.up.weight"])
     assert (sums != sums.bfloat16()).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("changes", [
-    dict(cpu_offload=True), dict(reshard_after_forward=False), dict(activation_checkpointing="selective"),
-    dict(activation_checkpointing="full"),
-], ids=str)  # fmt: skip
-def test_memory_settings_change_no_bit_of_a_sharded_step(changes):
+@pytest.mark.parametrize("name, value", [
+    ("cpu_offload", True), ("reshard_after_forward", False), ("activation_checkpointing", "selective"),
+    ("activation_checkpointing", "full"),
+])  # fmt: skip
+def test_memory_settings_change_no_bit_of_a_sharded_step(name, value):
     plain = run(gradients, 2, changes={})[0]
-    other = run(gradients, 2, changes=changes)[0]
+    other = run(gradients, 2, changes={name: value})[0]
     assert other[0] == plain[0]
     for n in plain[1]:
         assert np.array_equal(plain[1][n], other[1][n]), n

@@ -3,13 +3,16 @@
 The failure mode of a sharded optimizer is a hang, so every world runs under the harness's deadline.
 """
 
+import contextlib
 import math
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from conftest import cpu_mesh, full, weights
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -35,13 +38,20 @@ def with_spectrum(m: int, n: int, spectrum, seed=0):
     return U * spectrum @ V, U @ V
 
 
+def polynomial(s, coeffs):
+    """What the five quintics make of singular values s."""
+    s = s / s.norm() / 1.02
+    for a, b, c in coeffs:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
 @pytest.mark.parametrize("shape", [(64, 224), (224, 64), (256, 896), (96, 96)])
 @pytest.mark.parametrize("kind", ["gauss", "1/k"])
 def test_singular_values_end_in_the_band(shape, kind):
     """Polar Express in bf16 takes Gaussian and 1/k spectra into [0.8, 1.2] (0.86 to 1.14 on paper, the rest is bf16)."""
-    if kind == "gauss" and shape[0] == shape[1]:
-        shape = (96, 160)
-    if kind == "gauss":  # a square Gaussian also has values near 0, which no five steps lift
+    if kind == "gauss":  # a square one also has values near 0, which no five steps lift
+        shape = (96, 160) if shape == (96, 96) else shape
         G = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     else:
         G = with_spectrum(*shape, 1.0 / torch.arange(1, min(shape) + 1))[0].float()
@@ -70,10 +80,7 @@ def test_float64_equals_the_polynomial_on_singular_values():
     spectrum = torch.logspace(0, -3, 40, dtype=torch.float64)
     G, UV = with_spectrum(40, 90, spectrum)
     for coeffs in (POLAR_EXPRESS, KELLER_JORDAN):
-        s = spectrum / spectrum.norm() / 1.02
-        for a, b, c in coeffs:
-            s = a * s + b * s**3 + c * s**5
-        expected = with_spectrum(40, 90, s)[0]
+        expected = with_spectrum(40, 90, polynomial(spectrum, coeffs))[0]
         for H, want in ((G, expected), (G.mT.contiguous(), expected.mT)):
             assert (orthogonalize(H, coeffs, torch.float64) - want).abs().max() < 1e-10
 
@@ -131,20 +138,17 @@ def initial_net() -> Net:
     return Net()
 
 
-def batch(t: int, part: int = 0, parts: int = 1):
-    """(64 / parts, D) inputs of step t; the loss is a sum, so that parts add up."""
-    x = torch.randn(64, D, generator=torch.Generator().manual_seed(100 + t))
-    return x.chunk(parts)[part]
+def shard(net, world, hsdp):
+    mesh = cpu_mesh(world, hsdp)
+    for layer in (*net.qkv, *net.up, *net.down):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
-def shard(net, world, hsdp, **options):
-    mesh = init_device_mesh(
-        "cpu", hsdp or (world,), mesh_dim_names=("replicate", "shard")[-len(hsdp or (1,)) :]
-    )
-    for group in (net.qkv, net.up, net.down):
-        for layer in group:
-            fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(net, mesh=mesh, **options)
+def loss(net, t, part=0, parts=1):
+    """Of step t; a sum over the batch, so that parts add up to the whole."""
+    batch = torch.randn(64, D, generator=torch.Generator().manual_seed(100 + t))
+    return net(batch.chunk(parts)[part].to(net.gate.weight.dtype)).square().sum() / 64
 
 
 def float64_loop(split, steps: int) -> dict:
@@ -153,7 +157,7 @@ def float64_loop(split, steps: int) -> dict:
     buffers = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
     for t in range(steps):
         net.zero_grad()
-        (net(batch(t).double()).square().sum() / 64).backward()
+        loss(net, t).backward()
         for n, p in net.named_parameters():
             if p.grad is None:
                 continue
@@ -162,135 +166,100 @@ def float64_loop(split, steps: int) -> dict:
             parts = []
             for block in ahead.split(SPLITS[split]) if split and "qkv" in n else [ahead]:
                 U, s, V = torch.linalg.svd(block, full_matrices=False)
-                s = s / s.norm() / 1.02
-                for a, b, c in POLAR_EXPRESS:
-                    s = a * s + b * s**3 + c * s**5
-                parts.append(U * s @ V * 0.2 * math.sqrt(max(block.shape)))
+                parts.append(U * polynomial(s, POLAR_EXPRESS) @ V * 0.2 * math.sqrt(max(block.shape)))
             with torch.no_grad():
                 p.copy_(p * (1 - LR * DECAY) - LR * torch.cat(parts))
     return {n: p.detach() for n, p in net.named_parameters()}
 
 
-def count_collectives(counts: dict):
-    """Wrap what Muon may call; `full_tensor` and redistribution are never allowed inside a step."""
-    kept = dist.all_to_all_single, dist.broadcast, DTensor.full_tensor, DTensor.redistribute
+@contextlib.contextmanager
+def collectives(counts: Counter):
+    """Count what Muon may call; `full_tensor` and redistribution are never allowed inside a step."""
 
-    def counted(name, function):
-        def call(*a, **k):
-            counts[name] = counts.get(name, 0) + 1
-            return function(*a, **k)
+    def counted(name):
+        function = getattr(dist, name)
+        return lambda *a, **k: counts.update([name]) or function(*a, **k)
 
-        return call
-
-    def forbidden(*a, **k):
-        raise AssertionError("a whole tensor was gathered")
-
-    dist.all_to_all_single, dist.broadcast = counted("all_to_all", kept[0]), counted("broadcast", kept[1])
-    DTensor.full_tensor = DTensor.redistribute = forbidden
-
-    def restore():
-        dist.all_to_all_single, dist.broadcast, DTensor.full_tensor, DTensor.redistribute = kept
-
-    return restore
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_to_all_single", "broadcast"):
+            patch.setattr(dist, name, counted(name))
+        for name in ("full_tensor", "redistribute"):
+            patch.setattr(DTensor, name, lambda *a, **k: pytest.fail("a whole tensor was gathered"))
+        yield
 
 
-def train(
-    net, split, dtype, bucket, steps=3, part=0, parts=1, optimizer=None, counts=None, momenta=MOMENTA, first=0
-):
-    optimizer = Muon(
-        net.named_parameters(), LR, 0.0, DECAY,
-        {f"qkv.{i}.weight": SPLITS[split] for i in range(3)} if split else None, dtype=dtype, bucket=bucket,
-    )  # fmt: skip
-    for t in range(steps):
+def train(net, split, dtype, bucket):
+    """Three steps. -> (optimizer, the collectives that its steps called)"""
+    blocks = {f"qkv.{i}.weight": SPLITS[split] for i in range(3)} if split else None
+    optimizer = Muon(net.named_parameters(), LR, 0.0, DECAY, blocks, dtype=dtype, bucket=bucket)
+    counts = Counter()
+    for t in range(3):
         optimizer.zero_grad()
-        (net(batch(t)).square().sum() / 64).backward()
+        loss(net, t).backward()
         muon_module.set_rates([optimizer], LR, 0.0, MOMENTA[t])
-        restore = count_collectives(counts) if counts is not None else lambda: None
-        try:
+        with collectives(counts):
             optimizer.step()
-        finally:
-            restore()
-    return optimizer
-
-
-def whole(net) -> dict:
-    return {
-        n: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
-        for n, p in net.named_parameters()
-    }
+    return optimizer, counts
 
 
 def compare(rank, world, hsdp):
-    """Worst relative errors of the updates, by dtype: against float64 and against one process; and what was counted."""
-    rows, start = {}, whole(initial_net())
+    start = weights(initial_net())
     for split, dtype, bucket in (
-        (None, torch.float32, 1500),
-        ("qkv", torch.float32, 1 << 26),
-        ("heads", torch.float32, 1500),
+        (None, torch.float32, 1500), ("qkv", torch.float32, 1 << 26), ("heads", torch.float32, 1500),
         ("qkv", torch.bfloat16, 1500),
-    ):
+    ):  # fmt: skip
         want, one = float64_loop(split, 3), initial_net()
         train(one, split, dtype, 1 << 26)
-        one = whole(one)
-        net, counts = shard(initial_net(), world, hsdp), {}
-        optimizer = train(net, split, dtype, bucket, counts=counts)
+        one = weights(one)
+        net = shard(initial_net(), world, hsdp)
+        optimizer, counts = train(net, split, dtype, bucket)
         assert optimizer.state[net.gate.weight]["momentum"].placements == net.gate.weight.placements
         buckets = len(optimizer._plan())
         assert (buckets > 1) == (bucket == 1500)
         if hsdp:  # a replica joins the exchanges of its own turns, and all broadcasts
-            mine = len(range(replica_of(net), buckets, 2)) if hsdp[1] > 1 else 0
-            assert counts.get("all_to_all", 0) == 3 * 2 * mine and counts["broadcast"] == 3 * buckets
+            replica = net.gate.weight.device_mesh.get_local_rank(0)
+            mine = len(range(replica, buckets, 2)) if hsdp[1] > 1 else 0
+            assert counts["all_to_all_single"] == 3 * 2 * mine and counts["broadcast"] == 3 * buckets
         else:
-            assert counts == ({"all_to_all": 3 * 2 * buckets} if world > 1 else {})
+            assert counts == ({"all_to_all_single": 3 * 2 * buckets} if world > 1 else {})
         for p in net.parameters() if hsdp else []:  # replicas are bitwise equal
             theirs = local(p).clone()
             dist.broadcast(theirs, group=p.device_mesh.get_group(0), group_src=0)
             assert torch.equal(theirs, local(p))
-        got = whole(net)
-        assert torch.equal(got["unused.weight"], start["unused.weight"])  # no gradient: no decay either
-        for n in set(got) - {"unused.weight"}:
-            move = (got[n] - start[n]).double()
-            exact = want[n] - start[n].double()
-            errors = rows.setdefault(str(dtype)[6:], [0.0, 0.0, 1.0])
-            errors[0] = max(errors[0], ((move - exact).norm() / exact.norm()).item())
-            errors[1] = max(errors[1], ((got[n] - one[n]).norm() / (one[n] - start[n]).norm()).item())
-            errors[2] = min(errors[2], torch.cosine_similarity(move.flatten(), exact.flatten(), 0).item())
-    return rows
-
-
-def replica_of(net) -> int:
-    return net.gate.weight.device_mesh.get_local_rank(0)
+        for n, got in weights(net).items():
+            assert torch.equal(got, one[n]), n
+            if n == "unused.weight":
+                assert torch.equal(got, start[n])  # no gradient: no decay either
+                continue
+            move, exact = (got - start[n]).double(), want[n] - start[n].double()
+            assert (move - exact).norm() <= (2e-4 if dtype == torch.float32 else 0.3) * exact.norm(), n
+            assert torch.cosine_similarity(move.flatten(), exact.flatten(), 0) > 0.99, n
 
 
 def different_data(rank, world, hsdp):
     """One process that is handed the sharded run's reduced gradients makes the same weights, bit for bit."""
     net, one = shard(initial_net(), world, hsdp), initial_net()
-    optimizers = [
-        Muon(m.named_parameters(), LR, 0.95, DECAY, {"qkv.0.weight": SPLITS["qkv"]}) for m in (net, one)
-    ]
+    blocks = {"qkv.0.weight": SPLITS["qkv"]}
+    optimizers = [Muon(m.named_parameters(), LR, 0.95, DECAY, blocks) for m in (net, one)]
     for t in range(3):
         net.zero_grad()
-        (net(batch(t, rank, world)).square().sum() * world / 64).backward()
+        (loss(net, t, rank, world) * world).backward()
         reference = initial_net()  # the reduced gradients are those of the whole batch
-        reference.load_state_dict(whole(net))
-        (reference(batch(t)).square().sum() / 64).backward()
+        reference.load_state_dict(weights(net))
+        loss(reference, t).backward()
         for p, q, r in zip(net.parameters(), one.parameters(), reference.parameters(), strict=True):
             q.grad = None if p.grad is None else p.grad.full_tensor().clone()  # step uses gradients up
             assert r.grad is None or (r.grad - q.grad).norm() < 1e-5 * r.grad.norm()
         for optimizer in optimizers:
             optimizer.step()
-    return all(torch.equal(w, dict(one.named_parameters())[n]) for n, w in whole(net).items())
+    return all(torch.equal(a, b) for a, b in zip(*(weights(m).values() for m in (net, one)), strict=True))
 
 
 @pytest.mark.parametrize("world, hsdp", WORLDS)
 def test_sharded_equals_float64_and_one_process(world, hsdp):
     """Every rank sees the same batch, so that gradients are bitwise those of one process: then updates are as well. fp32
     rounding through five quintics that multiply small singular values by up to 8 each gives 2e-4 against float64."""
-    for rows in run(compare, world, deadline=120, hsdp=hsdp):
-        print(world, hsdp, rows)
-        assert rows["float32"][0] <= 2e-4
-        assert rows["float32"][1] == 0 and rows["bfloat16"][1] == 0
-        assert rows["bfloat16"][0] < 0.3 and rows["bfloat16"][2] > 0.99
+    run(compare, world, deadline=120, hsdp=hsdp)
 
 
 @pytest.mark.parametrize("world, hsdp", WORLDS[1:])
@@ -298,24 +267,28 @@ def test_ranks_with_different_data(world, hsdp):
     assert all(run(different_data, world, deadline=120, hsdp=hsdp))
 
 
+def random_pairs(*shapes) -> list:
+    """(weight, gradient) of each shape."""
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(shape, generator=g), torch.randn(shape, generator=g)) for shape in shapes]
+
+
+def moved(pairs, mesh=None, **options) -> list:
+    """Parameters after one step on `pairs`, which are cut over the mesh."""
+    params = []
+    for pair in pairs:
+        weight, grad = (distribute_tensor(t, mesh, [Shard(0)]) if mesh else t.clone() for t in pair)
+        params.append(nn.Parameter(weight))
+        params[-1].grad = grad
+    Muon([(f"w{i}", p) for i, p in enumerate(params)], 0.1, **options).step()
+    return params
+
+
 def large_matrices(rank, world):
     """In bf16, of a size that is worked on alone and by half products, uneven over ranks."""
-    mesh, moved = init_device_mesh("cpu", (world,)), []
-    g = torch.Generator().manual_seed(0)
-    given = [
-        [torch.randn(shape, generator=g) for _ in range(2)] for shape in ((513, 600), (700, 401), (64, 48))
-    ]
-    for placed in (True, False):
-        params = []
-        for weight, grad in given:
-            weight, grad = weight.clone(), grad.clone()
-            if placed:
-                weight, grad = (distribute_tensor(t, mesh, [Shard(0)]) for t in (weight, grad))
-            params.append(nn.Parameter(weight))
-            params[-1].grad = grad
-        Muon([(f"w{i}", p) for i, p in enumerate(params)], 0.1, row_blocks={"w1": (650, 50)}).step()
-        moved.append([p.full_tensor() if placed else p for p in params])
-    return all(torch.equal(a, b) for a, b in zip(*moved, strict=True))
+    pairs, blocks = random_pairs((513, 600), (700, 401), (64, 48)), {"w1": (650, 50)}
+    both = [moved(pairs, mesh, row_blocks=blocks) for mesh in (cpu_mesh(world), None)]
+    return all(torch.equal(full(a), b) for a, b in zip(*both, strict=True))
 
 
 def test_large_matrices_do_not_depend_on_the_world_size():
@@ -324,17 +297,11 @@ def test_large_matrices_do_not_depend_on_the_world_size():
 
 def few_matrices(rank, world):
     """Fewer matrices than ranks: some own nothing, some hold no rows."""
-    mesh = init_device_mesh("cpu", (world,))
-    whole_weights = [torch.randn(3, 8), torch.randn(1, 5)]
-    params = [nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for w in whole_weights]
-    optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], 0.1, 0.9, 0.0, dtype=torch.float32)
-    grads = [torch.randn(3, 8), torch.randn(1, 5)]
-    for p, g in zip(params, grads, strict=True):
-        p.grad = distribute_tensor(g, mesh, [Shard(0)])
-    optimizer.step()
-    for p, w, g in zip(params, whole_weights, grads, strict=True):
+    pairs = random_pairs((3, 8), (1, 5))
+    params = moved(pairs, cpu_mesh(world), momentum=0.9, weight_decay=0.0, dtype=torch.float32)
+    for p, (w, g) in zip(params, pairs, strict=True):
         expected = w - 0.1 * update_scale(w.shape) * orthogonalize(g, dtype=torch.float32)
-        assert (p.full_tensor() - expected).abs().max() < 1e-5
+        assert (full(p) - expected).abs().max() < 1e-5
     return [local(p).shape[0] for p in params]
 
 
@@ -345,12 +312,10 @@ def test_ranks_without_rows_or_matrices():
 def host_rows(rank, world):
     """Where the state of a parameter lies whose rows are on the host and whose mesh is one of GPUs."""
     rows = torch.ones(4, 3)
-    spec = DTensorSpec(
-        DeviceMesh("cuda", list(range(world)), _init_backend=False),
-        (Shard(0),),
-        TensorMeta(torch.Size((4 * world, 3)), rows.stride(), rows.dtype),
-    )
-    p = torch.nn.Parameter(DTensor(rows, spec, requires_grad=False))
+    mesh = DeviceMesh("cuda", list(range(world)), _init_backend=False)
+    meta = TensorMeta(torch.Size((4 * world, 3)), rows.stride(), rows.dtype)
+    spec = DTensorSpec(mesh, (Shard(0),), meta)
+    p = nn.Parameter(DTensor(rows, spec, requires_grad=False))
     zeros = zeros_like(p)
     return zeros.to_local().device.type, zeros.shape == p.shape and zeros.placements == p.placements
 
@@ -364,32 +329,28 @@ def test_state_lies_where_the_rows_lie():
 
 
 def one_matrix(shape=(48, 80), dtype=torch.float32, **options):
+    """-> (parameter, its value, a Muon for it); the parameter has a gradient"""
     g = torch.Generator().manual_seed(0)
     p = nn.Parameter(torch.randn(shape, generator=g).to(dtype))
     p.grad = torch.randn(shape, generator=g).to(dtype)
-    return p, Muon([("w", p)], **options)
+    return p, p.detach().clone(), Muon([("w", p)], **options)
 
 
 @pytest.mark.parametrize("shape", [(48, 80), (80, 48), (16, 512), (512, 16)])
 def test_update_rms_is_two_tenths_of_lr(shape):
     """Muon's rate is AdamW's: RMS 0.2 lr +- 10 % per entry, whatever the shape."""
-    p, optimizer = one_matrix(shape, lr=3e-3, weight_decay=0.0)
-    before = p.detach().clone()
+    p, before, optimizer = one_matrix(shape, lr=3e-3, weight_decay=0.0)
     optimizer.step()
     assert (p - before).square().mean().sqrt().item() == pytest.approx(0.2 * 3e-3, rel=0.1)
 
 
 def test_blocks_have_their_own_scale_and_rms():
     """q | k | v are three matrices: each block's RMS is 0.2 lr, and they move as three separate parameters would."""
-    fused, optimizer = one_matrix((96, 64), lr=1e-2, weight_decay=0.0, row_blocks={"w": (64, 16, 16)})
-    before, grad = fused.detach().clone(), fused.grad.clone()
-    optimizer.step()
-    parts = [nn.Parameter(b.clone()) for b in before.split((64, 16, 16))]
-    for part, g in zip(parts, grad.split((64, 16, 16)), strict=True):
-        part.grad = g.clone()
-    Muon([(f"w{i}", p) for i, p in enumerate(parts)], lr=1e-2, weight_decay=0.0).step()
-    for move in (fused - before).split((64, 16, 16)):
-        assert move.square().mean().sqrt().item() == pytest.approx(2e-3, rel=0.1)
+    (pair,), heights = random_pairs((96, 64)), (64, 16, 16)
+    (fused,) = moved([pair], row_blocks={"w0": heights}, weight_decay=0.0)
+    for move in (fused - pair[0]).split(heights):
+        assert move.square().mean().sqrt().item() == pytest.approx(0.02, rel=0.1)
+    parts = moved(zip(*(t.split(heights) for t in pair), strict=True), weight_decay=0.0)
     assert torch.equal(torch.cat(parts), fused)
 
 
@@ -397,28 +358,24 @@ def test_update_does_not_depend_on_the_gradients_scale():
     """So a clipped gradient moves the weights no less: clipping comes before, and acts on AdamW's share only."""
     moves = []
     for scale in (1.0, 1e-3, 1e3):
-        p, optimizer = one_matrix(weight_decay=0.0)
+        p, before, optimizer = one_matrix(weight_decay=0.0)
         optimizer.dtype = torch.float32
-        before = p.detach().clone()
         p.grad.mul_(scale)
         optimizer.step()
         moves.append(p - before)
-    for move in moves[1:]:
-        assert (move - moves[0]).norm() < 1e-4 * moves[0].norm()
+    assert all((move - moves[0]).norm() < 1e-4 * moves[0].norm() for move in moves)
 
 
 def test_weight_decay_is_its_exact_factor():
     """A zero gradient leaves only the decay: p (1 - lr wd), in fp32, not times the scaled rate; bf16 would lose it."""
-    p, optimizer = one_matrix(lr=4e-4, weight_decay=0.1)
-    before = p.detach().clone()
+    p, before, optimizer = one_matrix(lr=4e-4, weight_decay=0.1)
     p.grad.zero_()
     optimizer.step()
-    assert torch.equal(p, before * (1 - 4e-4 * 0.1))
-    assert not torch.equal(p, before)
+    assert torch.equal(p, before * (1 - 4e-4 * 0.1)) and not torch.equal(p, before)
 
 
 def test_watch_sees_every_block_once_with_its_orthogonal_factor():
-    p, optimizer = one_matrix((96, 64), row_blocks={"w": (64, 16, 16)})
+    _, _, optimizer = one_matrix((96, 64), row_blocks={"w": (64, 16, 16)})
     seen = {}
     optimizer.watch = lambda name, G, X: seen.__setitem__(name, (G.clone(), X))
     optimizer.step()
@@ -430,7 +387,7 @@ def test_watch_sees_every_block_once_with_its_orthogonal_factor():
 
 def test_momentum_keeps_the_parameters_dtype():
     for dtype in (torch.float32, torch.float64):
-        p, optimizer = one_matrix(dtype=dtype)
+        p, _, optimizer = one_matrix(dtype=dtype)
         optimizer.step()
         assert optimizer.state[p]["momentum"].dtype == dtype
 
@@ -444,45 +401,37 @@ def refused(name, p, word, **options):
     assert name in str(caught.value) and caught.value.exit_code == 64
 
 
-def test_only_whole_matrices_are_taken():
-    refused("layers.0.ls_a", nn.Parameter(torch.ones(8)), "2-D")
-    refused("conv", nn.Parameter(torch.ones(4, 4, 3)), "2-D")
-    refused("nothing", nn.Parameter(torch.ones(0, 4)), "2-D")
-    refused("layers.0.attn.qkv.weight", nn.Parameter(torch.ones(1536)), "FSDP1.*fully_shard")
-    refused("integers", nn.Parameter(torch.ones(4, 4, dtype=torch.int32), requires_grad=False), "int32")
-    refused("w", nn.Parameter(torch.ones(6, 4)), "do not add up", row_blocks={"w": (4, 1)})
-    refused("w", nn.Parameter(torch.ones(6, 4, device="meta")), "meta")
+@pytest.mark.parametrize("name, tensor, word, options", [
+    ("layers.0.ls_a", torch.ones(8), "2-D", {}), ("conv", torch.ones(4, 4, 3), "2-D", {}),
+    ("nothing", torch.ones(0, 4), "2-D", {}), ("integers", torch.ones(4, 4, dtype=torch.int32), "int32", {}),
+    ("layers.0.attn.qkv.weight", torch.ones(1536), "FSDP1.*fully_shard", {}),
+    ("w", torch.ones(6, 4), "do not add up", {"row_blocks": {"w": (4, 1)}}),
+    ("w", torch.ones(6, 4, device="meta"), "meta", {}),
+])  # fmt: skip
+def test_only_whole_matrices_are_taken(name, tensor, word, options):
+    refused(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()), word, **options)
 
 
-def fsdp1_pieces(rank, world):
-    """FSDP1 with original parameters: flat pieces, refused by name."""
+def foreign_parameters(rank, world):
+    """FSDP1's flat pieces, and matrices that are not cut by rows over one dimension of the mesh."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     net = FullyShardedDataParallel(initial_net(), use_orig_params=True, device_id=torch.device("cpu"))
     with pytest.raises(MuonError, match="weight.*FSDP1.*fully_shard"):
         Muon(net.named_parameters())
-
-
-def bad_placements(rank, world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    for placements in (
-        [Shard(0), Shard(0)],
-        [Shard(0), Shard(1)],
-        [Replicate(), Shard(1)],
-        [Replicate()] * 2,
-    ):
-        p = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, placements))
+    rows, columns, copies = Shard(0), Shard(1), Replicate()
+    for placements in ((rows, rows), (rows, columns), (copies, columns), (copies, copies)):
+        p = nn.Parameter(distribute_tensor(torch.ones(8, 8), cpu_mesh(world, (2, 2)), placements))
         refused("layers.0.w", p, "placements")
 
 
 def test_fsdp1_and_foreign_placements_are_refused():
-    run(fsdp1_pieces, 2, deadline=60)
-    run(bad_placements, 4, deadline=60)
+    run(foreign_parameters, 4, deadline=60)
 
 
 def test_optimizers_that_hold_dead_parameters_say_so():
     """fully_shard replaces parameters: an optimizer built before it would see no gradient for ever."""
-    p, optimizer = one_matrix()
+    p, _, optimizer = one_matrix()
     p.grad = None
     with pytest.raises(MuonError, match="before fully_shard"):
         optimizer.step()
@@ -493,7 +442,7 @@ def test_optimizers_that_hold_dead_parameters_say_so():
 
 def clipped(rank, world, hsdp, max_norm, scale):
     net = shard(initial_net(), world, hsdp)
-    (net(batch(0, rank, world)).square().sum() * world / 64).backward()
+    (loss(net, 0, rank, world) * world).backward()
     norm = clip_grads(net, max_norm, scale)
     assert type(norm) is torch.Tensor and norm.ndim == 0
     return norm.item(), {n: p.grad.full_tensor() for n, p in net.named_parameters() if p.grad is not None}
@@ -505,7 +454,7 @@ def test_clip_is_torchs_on_one_process(world, hsdp):
     bound stays what it is."""
     for max_norm, scale in ((0.5, 1.0), (0.5, 1e-2), (0.0, 3.0), (1e6, 2.0)):
         net = initial_net()
-        (net(batch(0)).square().sum() / 64).backward()
+        loss(net, 0).backward()
         grads = [p.grad.mul_(scale) for p in net.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in grads])).item()
         if max_norm:
@@ -551,14 +500,14 @@ def float8_gathered(rank, world):
     cannot gather float8, so gradients are set by hand.)"""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    moved = []
+    results = []
     for fp8 in (True, False):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
         if fp8:
             config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
             convert_to_float8_training(net, config=config)
-        fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(net, mesh=cpu_mesh(world))
         assert (type(net[0].weight.to_local()) is torch.Tensor) != fp8
         optimizer = Muon(net.named_parameters(), lr=1e-2)
         g = torch.Generator().manual_seed(1)
@@ -568,9 +517,8 @@ def float8_gathered(rank, world):
             assert type(local(p)) is type(optimizer.state[p]["momentum"].to_local()) is torch.Tensor
         clip_grads(net, 1.0)
         optimizer.step()
-        moved.append([local(p).clone() for p in net.parameters()])
-    for a, b in zip(*moved, strict=True):
-        assert torch.equal(a, b)
+        results.append([local(p).clone() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_float8_weights_are_moved():

@@ -1,29 +1,23 @@
 """build_optimizers, both AdamWs, and optimizer state: what goes where, what is refused, what a checkpoint gets back."""
 
+import functools
 import sys
 
 import pytest
 import reference
 import torch
 import torch.nn as nn
-from conftest import tiny_settings
-from torch.distributed.device_mesh import init_device_mesh
+from conftest import cpu_mesh, full, quiet, tiny_settings, weights
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from workers import run
 
+from kernels import MuonError, local
 from kernels.adamw8bit import QUANT_BLOCK, AdamW8bit, dequantize, quantize
 from model import Nova, Role
-from muon import (
-    Muon,
-    MuonError,
-    build_optimizers,
-    clip_grads,
-    load_optimizer_state,
-    local,
-    optimizer_state,
-    set_rates,
-)
+from muon import Muon, build_optimizers, clip_grads, load_optimizer_state, optimizer_state, set_rates
+
+build = functools.partial(build_optimizers, log=quiet)
 
 
 def initial_nova(embed_rows=None, **changes):
@@ -35,57 +29,48 @@ def initial_nova(embed_rows=None, **changes):
         nova.embed.weight = nn.Parameter(torch.empty(embed_rows, settings.d_model))
     with torch.no_grad():
         for name, p in nova.named_parameters():
-            if p.ndim == 2:
-                p.normal_(0, 0.05)
-            elif "scale" in name:
-                p.fill_(1.0)
-            else:
-                p.fill_(0.1)
+            p.normal_(0, 0.05) if p.ndim == 2 else p.fill_(1.0 if "scale" in name else 0.1)
     return nova, settings
 
 
 def shard(nova, world, hsdp=None):
-    mesh = init_device_mesh(
-        "cpu", hsdp or (world,), mesh_dim_names=("replicate", "shard")[-len(hsdp or (1,)) :]
-    )
+    mesh = cpu_mesh(world, hsdp)
     for layer in nova.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(nova, mesh=mesh)
 
 
-def set_gradients(nova, t: int):
-    """Gradients of step t, equal bit for bit at every world size; of a few rows only for the embedding."""
-    g = torch.Generator().manual_seed(1000 + t)
-    for name, p in nova.named_parameters():
-        whole = torch.randn(p.shape, generator=g) * 0.01
-        if name.startswith("embed"):
-            whole[torch.rand(p.shape[0], generator=g) < 0.5] = 0
-        if isinstance(p, DTensor):
-            i = [i for i, placement in enumerate(p.placements) if placement.is_shard()][0]
-            rows = whole.chunk(p.device_mesh.size(i))
-            r = p.device_mesh.get_local_rank(i)
-            rows = rows[r] if r < len(rows) else whole[:0]
-            whole = DTensor.from_local(rows, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
-        p.grad = whole
+def built(world=None, hsdp=None, **changes):
+    """-> (model, sharded where a world is given, [muon, adamw])"""
+    nova, settings = initial_nova(**changes)
+    if world:
+        shard(nova, world, hsdp)
+    return nova, build(nova, settings)
+
+
+def cut_like(whole, p):
+    """`whole`, cut into rows as p is; every rank has it already."""
+    if not isinstance(p, DTensor):
+        return whole
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
 
 
 def steps(nova, optimizers, first, last):
+    """With gradients that are equal bit for bit at every world size; of a few rows only for the embedding."""
     for t in range(first, last):
-        set_gradients(nova, t)
+        g = torch.Generator().manual_seed(1000 + t)
+        for name, p in nova.named_parameters():
+            grad = torch.randn(p.shape, generator=g) * 0.01
+            if name.startswith("embed"):
+                grad[torch.rand(p.shape[0], generator=g) < 0.5] = 0
+            p.grad = cut_like(grad, p)
         set_rates(optimizers, 2e-3, 1e-3, 0.95)
         for optimizer in optimizers:
             optimizer.step()
 
 
-def weights(nova) -> dict:
-    return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for n, p in nova.named_parameters()
-    }
-
-
-def build(nova, settings, log=None):
-    return build_optimizers(nova, settings, log or (lambda text: None))
+def held(optimizers) -> list:
+    return [p for o in optimizers for g in o.param_groups for p in g["params"]]
 
 
 # --- what goes where ---------------------------------------------------------------------------------------------------
@@ -94,64 +79,55 @@ def build(nova, settings, log=None):
 @pytest.mark.parametrize("attention", ["diff", "diff_v2", "standard"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_trainable_parameter_exactly_once(attention, tied):
-    """Seven matrices a layer (q | k | v are one parameter, three blocks) to Muon; no decay on vectors and gates; the table
-    adds up to the model."""
+    """Matrices to Muon; no decay on vectors and gates; the table adds up to the model."""
     nova, settings = initial_nova(attention=attention, tie_embeddings=tied, attn_gate=True)
     lines = []
-    muon, adamw = build(nova, settings, lines.append)
+    muon, adamw = build(nova, settings, log=lines.append)
     names = {p: n for n, p in nova.named_parameters()}
-    held = [p for o in (muon, adamw) for g in o.param_groups for p in g["params"]]
-    assert len(held) == len(set(held)) == len(names) and set(held) == set(names)
+    params = held([muon, adamw])
+    assert len(params) == len(set(params)) == len(names) and set(params) == set(names)
     matrices = reference.block_matrices(settings)
     assert {names[p].split(".", 2)[2] for p in muon.names} == set(matrices)
-    assert (
-        sum(len(muon.blocks[p]) for p in muon.names) == (len(matrices) + 2) * settings.n_layers
-    )  # q | k | v
+    # q | k | v are three blocks of one parameter
+    assert sum(len(muon.blocks[p]) for p in muon.names) == (len(matrices) + 2) * settings.n_layers
     for group in adamw.param_groups:
-        for p in group["params"]:
-            table = names[p] in ("embed.weight", "lm_head.weight")
-            assert group["weight_decay"] == (settings.weight_decay if table else 0), names[p]
+        for name in (names[p] for p in group["params"]):
+            table = name in ("embed.weight", "lm_head.weight")
+            assert group["weight_decay"] == (settings.weight_decay if table else 0), name
     assert sum(int(line[38:54].replace(",", "")) for line in lines[1:]) == sum(p.numel() for p in names)
     assert sum(int(line[30:38]) for line in lines[1:]) == len(names)
-    print("\n".join(lines))
 
 
 def test_frozen_parameters_are_left_alone():
     nova, settings = initial_nova()
     nova.embed.weight.requires_grad_(False)
-    held = [p for o in build(nova, settings) for g in o.param_groups for p in g["params"]]
-    assert all(p is not nova.embed.weight for p in held)
+    assert all(p is not nova.embed.weight for p in held(build(nova, settings)))
 
 
 def test_parameters_without_a_rule_are_refused():
     """No silent fallback: an unknown name, a bf16 master, a flat block matrix, row blocks of something else."""
-    nova, settings = initial_nova()
-    nova.layers[1].extra = nn.Linear(4, 4, bias=False)
-    with pytest.raises(MuonError, match=r"layers\.1\.extra\.weight.*no role"):
-        build(nova, settings)
-    nova, settings = initial_nova()
-    with pytest.raises(MuonError, match="bfloat16: masters must be fp32"):
-        build(nova.bfloat16(), settings)
-    nova, settings = initial_nova()
-    nova.layers[0].ffn.up.weight = nn.Parameter(torch.zeros(77))
-    with pytest.raises(MuonError, match=r"layers\.0\.ffn\.up\.weight.*fully_shard"):
-        build(nova, settings)
-    for name, role, problem in (
-        ("norm.scale", Role("block", rows=(64,)), "Muon needs whole 2-D matrices"),
-        ("layers.0.attn.qkv.weight", Role("block", rows=(1, 2)), "do not add up"),
-        ("norm.scale", Role("router"), "no role says how to optimise it.*router"),
-    ):
+    for change, problem in (
+        (lambda n: setattr(n.layers[1], "extra", nn.Linear(4, 4, bias=False)), r"layers\.1\.extra\.weight.*no role"),
+        (lambda n: n.bfloat16(), "bfloat16: masters must be fp32"),
+        (lambda n: setattr(n.layers[0].ffn.up, "weight", nn.Parameter(torch.zeros(77))),
+         r"layers\.0\.ffn\.up\.weight.*fully_shard"),
+        (lambda n: n.roles.update({"norm.scale": Role("block", rows=(64,))}),
+         "norm.scale.*Muon needs whole 2-D matrices"),
+        (lambda n: n.roles.update({"layers.0.attn.qkv.weight": Role("block", rows=(1, 2))}),
+         "layers.0.attn.qkv.weight.*do not add up"),
+        (lambda n: n.roles.update({"norm.scale": Role("router")}),
+         "norm.scale.*no role says how to optimise it.*router"),
+    ):  # fmt: skip
         nova, settings = initial_nova()
-        nova.roles[name] = role
-        with pytest.raises(MuonError, match=f"{name}.*{problem}"):
+        change(nova)
+        with pytest.raises(MuonError, match=problem):
             build(nova, settings)
 
 
 def built_too_early(rank, world):
-    nova, settings = initial_nova()
-    muon, adamw = build(nova, settings)
+    nova, (muon, adamw) = built()
     shard(nova, world)
-    nova(torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long))[0].backward()
+    nova(*torch.zeros(2, 2, 8, dtype=torch.long))[0].backward()
     with pytest.raises(MuonError, match="before fully_shard"):
         muon.step()
     with pytest.raises(MuonError, match="build optimizers after fully_shard"):
@@ -164,11 +140,10 @@ def test_optimizers_built_before_sharding_are_found_out():
 
 def test_settings_reach_the_optimizers():
     """Rates, decay, betas, coefficients, and heads one by one."""
-    nova, settings = initial_nova(
+    nova, (muon, adamw) = built(
         muon_coeffs="keller_jordan", muon_split_heads=True, beta1=0.8, beta2=0.9, adam_eps=1e-7, weight_decay=0.3,
         attention="standard",
     )  # fmt: skip
-    muon, adamw = build(nova, settings)
     assert muon.coeffs[0] == muon.coeffs[4] == (3.4445, -4.7750, 2.0315)
     assert muon.blocks[nova.layers[0].attn.qkv.weight] == (16,) * 8
     assert muon.param_groups[0]["weight_decay"] == 0.3 and muon.param_groups[0]["momentum"] == 0.95
@@ -181,22 +156,22 @@ def test_settings_reach_the_optimizers():
 # --- 8-bit -------------------------------------------------------------------------------------------------------------
 
 
-def eight_bit_parameter(n=5000, count=30, empty=0.0):
-    p = nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
-    optimizer = AdamW8bit([p], lr=1e-2)
+def trained_vector(make=AdamW8bit, count=30, empty=0.0):
+    """-> (parameter of 5,000 entries after `count` steps, its start, its optimizer)"""
+    p = nn.Parameter(torch.randn(5000, generator=torch.Generator().manual_seed(0)))
+    start, optimizer = p.detach().clone(), make([p], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     for t in range(count):
-        g = torch.Generator().manual_seed(t)
-        p.grad = torch.randn(n, generator=g) * torch.logspace(0, -4, n)
-        p.grad[: int(empty * n)] = 0
+        p.grad = torch.randn(5000, generator=torch.Generator().manual_seed(t)) * torch.logspace(0, -4, 5000)
+        p.grad[: int(empty * 5000)] = 0
         optimizer.step()
-    return p, optimizer
+    return p, start, optimizer
 
 
 @pytest.mark.parametrize("empty", [0.0, 0.4])
 def test_requantising_gives_the_same_codes(empty):
     """Dequantise, quantise: 100 % of codes come back, scales to fp32 rounding, also the last block that is not full and
     blocks whose largest entry is negative, where bitsandbytes' own quantiser would shrink values by 0.7 %."""
-    p, optimizer = eight_bit_parameter(empty=empty)
+    p, _, optimizer = trained_vector(empty=empty)
     state = optimizer.inner.state[optimizer.pieces[p]]
     for i in (1, 2):
         codes, scales, code = state[f"state{i}"], state[f"absmax{i}"], state[f"qmap{i}"]
@@ -212,20 +187,14 @@ def test_requantising_gives_the_same_codes(empty):
 
 def test_eight_bit_agrees_with_fp32():
     """Over 30 steps on dense gradients the total update differs by the quantiser's error, a few per cent."""
-    p, _ = eight_bit_parameter()
-    q = nn.Parameter(torch.randn(5000, generator=torch.Generator().manual_seed(0)))
-    start = q.detach().clone()
-    adamw = torch.optim.AdamW([q], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    for t in range(30):
-        q.grad = torch.randn(5000, generator=torch.Generator().manual_seed(t)) * torch.logspace(0, -4, 5000)
-        adamw.step()
+    (p, _, _), (q, start, _) = trained_vector(), trained_vector(torch.optim.AdamW)
     error = (p - q).norm() / (q - start).norm()
     assert 1e-4 < error < 0.06, error
 
 
 def test_rates_reach_the_eight_bit_optimizer():
     """bitsandbytes keeps groups of its own: the schedule's rate must get there."""
-    p, optimizer = eight_bit_parameter()
+    p, _, optimizer = trained_vector()
     before = p.detach().clone()
     set_rates([optimizer], 1.0, 0.0, 0.95)
     p.grad = torch.ones_like(p)
@@ -238,7 +207,7 @@ def test_rates_reach_the_eight_bit_optimizer():
 
 def test_eight_bit_moves_rows_that_have_moved():
     """FSDP may put a parameter's rows into other memory at any time: the step must not work on what was there before."""
-    p, optimizer = eight_bit_parameter(count=1)
+    p, _, optimizer = trained_vector(count=1)
     p.data = p.data.clone()
     before = p.detach().clone()
     optimizer.step()
@@ -247,17 +216,14 @@ def test_eight_bit_moves_rows_that_have_moved():
 
 def test_eight_bit_decays_what_fp32_decays():
     """bitsandbytes keeps groups of its own: tables are decayed, norms and gates are not."""
-    nova, settings = initial_nova(adamw="8bit", weight_decay=0.3)
-    _, adamw = build(nova, settings)
-    assert [g["weight_decay"] for g in adamw.param_groups] == [0.3, 0.0]
-    assert [g["weight_decay"] for g in adamw.inner.param_groups] == [0.3, 0.0]
+    _, (_, adamw) = built(adamw="8bit", weight_decay=0.3)
+    for optimizer in (adamw, adamw.inner):
+        assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
 
 
 def small_run(rank, world, adamw):
-    nova, settings = initial_nova(adamw=adamw)
-    start = weights(nova)
-    shard(nova, world)
-    optimizers, losses = build(nova, settings), []
+    nova, optimizers = built(world, adamw=adamw)
+    start, losses = weights(nova), []
     g = torch.Generator().manual_seed(0)
     for _ in range(20):
         ids = torch.randint(0, 40, (4, 33), generator=g).sort(1).values
@@ -283,40 +249,33 @@ def test_a_small_run_with_either_adamw(world):
     assert (a - b).norm() / a.norm() < 0.1
 
 
-def test_without_bitsandbytes_the_error_names_the_alternative(monkeypatch):
-    nova, settings = initial_nova(adamw="8bit")
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # import fails
-    with pytest.raises(MuonError, match='adamw="fp32"') as caught:
-        build(nova, settings)
-    assert caught.value.exit_code == 64
-
-
-def test_bitsandbytes_that_loads_but_does_not_work_is_an_error(monkeypatch):
+def test_bitsandbytes_that_is_missing_or_does_not_work_is_an_error_that_names_the_alternative(monkeypatch):
     """Its native library is missing on some machines: found by a step on the device, not by the import."""
     import bitsandbytes
 
-    def broken(self, closure=None):
+    def broken(self):
         raise RuntimeError("CUDA Setup failed: libbitsandbytes_cuda130.so not found")
 
     nova, settings = initial_nova(adamw="8bit")
-    with monkeypatch.context() as m:
-        m.setattr(bitsandbytes.optim.AdamW8bit, "step", broken)
-        with pytest.raises(MuonError, match='libbitsandbytes.*adamw="fp32"'):
+    adamw = bitsandbytes.optim.AdamW8bit
+    for fault, words in (
+        (lambda patch: patch.setitem(sys.modules, "bitsandbytes", None), "bitsandbytes"),  # import fails
+        (lambda patch: patch.setattr(adamw, "step", broken), "libbitsandbytes"),
+        (lambda patch: patch.setattr(adamw, "step", lambda self: None), "test step"),
+    ):
+        with monkeypatch.context() as m, pytest.raises(MuonError, match=f'{words}.*adamw="fp32"') as caught:
+            fault(m)
             build(nova, settings)
-        m.setattr(bitsandbytes.optim.AdamW8bit, "step", lambda self, closure=None: None)
-        with pytest.raises(MuonError, match='test step.*adamw="fp32"'):
-            build(nova, settings)
+        assert caught.value.exit_code == 64
     build(nova, settings)
 
 
 # --- state -------------------------------------------------------------------------------------------------------------
 
 
-def saved(rank, world, adamw, hsdp=None, embed_rows=None):
+def saved(rank, world, adamw, embed_rows=None):
     """Two steps, the state, three more steps. -> (weights then, shared as whole tensors, own, weights later)"""
-    nova, settings = initial_nova(embed_rows, adamw=adamw)
-    shard(nova, world, hsdp)
-    optimizers = build(nova, settings)
+    nova, optimizers = built(world, adamw=adamw, embed_rows=embed_rows)
     keys = set(optimizer_state(nova, optimizers)[0])
     steps(nova, optimizers, 0, 2)
     shared, own = optimizer_state(nova, optimizers)
@@ -325,7 +284,7 @@ def saved(rank, world, adamw, hsdp=None, embed_rows=None):
         for key, tensor in shared.items():
             if name in key and not key.endswith("step"):
                 assert tensor.placements == p.placements and tensor.dtype == p.dtype
-    shared = {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for k, t in shared.items()}
+    shared = {k: full(t).clone() for k, t in shared.items()}
     own = {k: t.clone() for k, t in own.items()}
     now = weights(nova)
     steps(nova, optimizers, 2, 5)
@@ -334,22 +293,13 @@ def saved(rank, world, adamw, hsdp=None, embed_rows=None):
 
 def resumed(rank, world, adamw, now, shared, own, hsdp=None, embed_rows=None):
     """A new process: weights and state filled in place as a checkpoint does, three steps. -> weights"""
-    nova, settings = initial_nova(embed_rows, adamw=adamw)
-    shard(nova, world, hsdp)
-    optimizers = build(nova, settings)
+    nova, optimizers = built(world, hsdp, adamw=adamw, embed_rows=embed_rows)
     steps(nova, optimizers, 7, 8)  # whatever was there before must be gone
     mine, _ = optimizer_state(nova, optimizers)
     assert set(mine) == set(shared)
-    whole = dict(nova.named_parameters()) | mine
+    live = dict(nova.named_parameters()) | mine
     for key, tensor in (now | shared).items():
-        rows = tensor
-        if isinstance(whole[key], DTensor):
-            i = [i for i, p in enumerate(whole[key].placements) if p.is_shard()][0]
-            parts = tensor.chunk(whole[key].device_mesh.size(i))
-            r = whole[key].device_mesh.get_local_rank(i)
-            rows = parts[r] if r < len(parts) else tensor[:0]
-        with torch.no_grad():
-            local(whole[key]).copy_(rows)
+        local(live[key]).copy_(local(cut_like(tensor, live[key])))
     load_optimizer_state(nova, optimizers, mine, None if own is None else own[rank])
     steps(nova, optimizers, 2, 5)
     return weights(nova)
@@ -374,37 +324,34 @@ def test_fp32_state_moves_between_world_sizes_bit_exactly(world, hsdp):
 def test_eight_bit_state(world, embed_rows):
     """Bit-exact at the same world size (codes). At another one too where the blocks of 256 fall on the same entries, as
     with a padded vocabulary; to the quantiser's error where they don't (501 rows)."""
-    results = run(saved, 2, adamw="8bit", embed_rows=embed_rows)
+    options = dict(adamw="8bit", embed_rows=embed_rows)
+    results = run(saved, 2, **options)
     now, shared, _, later = results[0]
-    own = [r[2] for r in results]
-    # alone has 4,096 entries on a rank
-    assert {k.rpartition(".")[0] for k in own[0]} == {"adamw.embed.weight"}
-    assert {k.rpartition(".")[2] for k in own[0]} == {"state1", "state2", "absmax1", "absmax2"}
+    own = [r[2] for r in results]  # of the embedding: it alone has 4,096 entries on a rank
+    assert set(own[0]) == {f"adamw.embed.weight.{k}" for k in ("state1", "state2", "absmax1", "absmax2")}
     if world == 2:
-        for result in run(resumed, 2, adamw="8bit", now=now, shared=shared, own=own, embed_rows=embed_rows):
+        for result in run(resumed, 2, now=now, shared=shared, own=own, **options):
             assert worst(result, later, now) == 0
-    for result in run(resumed, world, adamw="8bit", now=now, shared=shared, own=None, embed_rows=embed_rows):
-        error = worst(result, later, now)
-        print(world, embed_rows, error)
-        assert error < (1e-5 if embed_rows == 320 or world == 2 else 0.02)
+    for result in run(resumed, world, now=now, shared=shared, own=None, **options):
+        assert worst(result, later, now) < (1e-5 if embed_rows == 320 or world == 2 else 0.02)
         for n in later:
             assert n == "embed.weight" or torch.equal(result[n], later[n]), n
 
 
 def steps_of_a_head(rank, world, adamw):
     """The step counts of all parameters on a rank whose share of the one head's gate is empty, live and restored."""
-    nova, settings = initial_nova(adamw=adamw, n_heads=1, n_kv_heads=1)
-    shard(nova, world)
-    optimizers = build(nova, settings)
+    nova, optimizers = built(world, adamw=adamw, n_heads=1, n_kv_heads=1)
+
+    def counts(shared):
+        return {float(v) for k, v in shared.items() if k.endswith(".step")}
+
     steps(nova, optimizers, 0, 3)
     shared, _ = optimizer_state(nova, optimizers)
-    empty = not local(dict(nova.named_parameters())["layers.0.attn.head_gate"]).numel()
-    live = {float(v) for k, v in shared.items() if k.endswith(".step")}
-    for key in [k for k in shared if k.endswith(".step")]:
-        shared[key] = torch.tensor(7.0)
-    load_optimizer_state(nova, optimizers, shared, None)
-    again = {float(v) for k, v in optimizer_state(nova, optimizers)[0].items() if k.endswith(".step")}
-    return empty, live, again
+    live = counts(shared)
+    changed = {k: torch.tensor(7.0) if k.endswith(".step") else v for k, v in shared.items()}
+    load_optimizer_state(nova, optimizers, changed, None)
+    empty = not local(nova.layers[0].attn.head_gate).numel()
+    return empty, live, counts(optimizer_state(nova, optimizers)[0])
 
 
 @pytest.mark.parametrize("adamw", ["8bit", "fp32"])
@@ -415,7 +362,7 @@ def test_a_rank_without_rows_counts_steps_too(adamw):
 
 def test_small_second_moments_do_not_round_to_zero():
     """exp_avg / (sqrt(0) + eps) would be a leap of the weight at the next step without a gradient."""
-    code = eight_bit_parameter(count=1)[1].inner.name2qmap["udynamic"]
+    code = trained_vector(count=1)[2].inner.name2qmap["udynamic"]
     values = torch.tensor([1.0, 1e-9, 1e-30, 0.0])
     codes, scales = quantize(values, code)
     assert (dequantize(codes, scales, code)[:3] > 0).all() and dequantize(codes, scales, code)[3] == 0
@@ -430,11 +377,9 @@ def test_state_of_one_adamw_loads_into_the_other(before, after):
 
 
 def test_state_that_does_not_fit_is_refused():
-    nova, settings = initial_nova()
-    optimizers = build(nova, settings)
+    nova, optimizers = built()
     shared, _ = optimizer_state(nova, optimizers)
-    missing = dict(shared)
-    missing.pop("muon.layers.1.ffn.up.weight.momentum")
+    missing = {k: v for k, v in shared.items() if k != "muon.layers.1.ffn.up.weight.momentum"}
     with pytest.raises(MuonError, match=r"layers\.1\.ffn\.up\.weight\.momentum"):
         load_optimizer_state(nova, optimizers, missing, None)
     with pytest.raises(MuonError, match="1 in all"):
@@ -443,25 +388,26 @@ def test_state_that_does_not_fit_is_refused():
 
 def test_state_is_complete_before_the_first_step():
     """Every parameter has its state from the start, so that a checkpoint's keys never depend on the step or the rank."""
-    nova, settings = initial_nova()
-    shared, own = optimizer_state(nova, build(nova, settings))
-    muons = [n for n, p in nova.named_parameters() if "layers" in n and p.ndim == 2]
-    others = [n for n, _ in nova.named_parameters() if n not in muons]
-    expected = {f"muon.{n}.momentum" for n in muons}
-    expected |= {f"adamw.{n}.{k}" for n in others for k in ("exp_avg", "exp_avg_sq", "step")}
-    assert set(shared) == expected and own == {}
-    assert isinstance(build(nova, settings)[0], Muon)
+    nova, optimizers = built()
+    shared, own = optimizer_state(nova, optimizers)
+    muons = {n for n, p in nova.named_parameters() if "layers" in n and p.ndim == 2}
+    others = {n for n, _ in nova.named_parameters()} - muons
+    expected = {f"adamw.{n}.{k}" for n in others for k in ("exp_avg", "exp_avg_sq", "step")}
+    assert (
+        set(shared) == expected | {f"muon.{n}.momentum" for n in muons}
+        and own == {}
+        and isinstance(optimizers[0], Muon)
+    )
 
 
 def test_state_that_a_fork_adds_to_muon_is_saved_and_loaded_too():
     """Row moments, say. Left out of a checkpoint they would start at zero after a resume, without a word."""
-    nova, settings = initial_nova()
-    optimizers = build(nova, settings)
+    nova, optimizers = built()
     p = optimizers[0].param_groups[0]["params"][0]
-    optimizers[0].state[p]["rows"] = torch.full((p.shape[0], 1), 3.0)
+    rows = optimizers[0].state[p]["rows"] = torch.full((p.shape[0], 1), 3.0)
     shared, own = optimizer_state(nova, optimizers)
     saved = {k: v.clone() for k, v in shared.items()}
     (key,) = (k for k in shared if k.endswith(".rows"))
-    optimizers[0].state[p]["rows"].zero_()
+    rows.zero_()
     load_optimizer_state(nova, optimizers, saved, own)
-    assert key.startswith("muon.layers.0") and (optimizers[0].state[p]["rows"] == 3.0).all()
+    assert key.startswith("muon.layers.0") and (rows == 3.0).all()

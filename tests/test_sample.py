@@ -1,5 +1,7 @@
 """Text from a model: the key/value cache gives the tokens that whole contexts give."""
 
+import contextlib
+
 import pytest
 import torch
 from conftest import tiny_settings
@@ -58,26 +60,20 @@ def test_the_same_tokens_with_and_without_a_cache(changes, prompt, temperature):
 
 def test_a_cache_takes_one_position_at_a_time_and_no_more_than_max_len():
     model = random_model()
-    caches = [sample.Cache(16) for _ in model.layers]
+    ids, caches = torch.zeros(1, 16, dtype=torch.int64), [sample.Cache(16) for _ in model.layers]
     with torch.no_grad():
-        model(torch.zeros(1, 15, dtype=torch.int64), caches=caches)
-        with pytest.raises(ModelError, match="15 cached"):
-            model(torch.zeros(1, 2, dtype=torch.int64), caches=caches)
-        model(torch.zeros(1, 1, dtype=torch.int64), caches=caches)
-        with pytest.raises(ModelError, match="16 cached"):
-            model(torch.zeros(1, 1, dtype=torch.int64), caches=caches)
+        for length, problem in ((15, None), (2, "15 cached"), (1, None), (1, "16 cached")):
+            with pytest.raises(ModelError, match=problem) if problem else contextlib.nullcontext():
+                model(ids[:, :length], caches=caches)
 
 
 def test_without_a_tokenizer_or_with_nonsense_it_says_so(tmp_path, monkeypatch, capsys):
     model = random_model()
-    for metadata, words in (({"vocab_size": 257}, "no tokenizer"), ({"tokenizer": "bytes"}, None)):
-        loaded = model, model.settings, data.Tokenizer(metadata)
-        monkeypatch.setattr(sample, "load", lambda path, loaded=loaded: loaded)
-        if words:
-            with pytest.raises(SystemExit, match=words):
-                sample.main(["here"])
-        else:
-            sample.main(["here", "--tokens=2"])  # an empty prompt: the start of a document
+    read = {"ids": data.Tokenizer({"vocab_size": 257}), "text": data.Tokenizer({"tokenizer": "bytes"})}
+    monkeypatch.setattr(sample, "load", lambda path: (model, model.settings, read[path]))
+    with pytest.raises(SystemExit, match="no tokenizer"):
+        sample.main(["ids"])
+    sample.main(["text", "--tokens=2"])  # an empty prompt: the start of a document
     with pytest.raises(SystemExit) as e:
         sample.main(["here", "--temperature=-1"])
     assert e.value.code == 2 and "must not be negative" in capsys.readouterr().err
@@ -86,6 +82,5 @@ def test_without_a_tokenizer_or_with_nonsense_it_says_so(tmp_path, monkeypatch, 
 def test_next_token_draws_from_the_likeliest_only():
     logits, generator = torch.tensor([0.0, 5.0, 4.0, -1.0]), torch.Generator().manual_seed(0)
     assert sample.next_token(logits, 0, 2, generator) == 1
-    drawn = {sample.next_token(logits, 1.0, 2, generator) for _ in range(100)}
-    assert drawn == {1, 2}
-    assert {sample.next_token(logits, 50.0, 0, generator) for _ in range(100)} == {0, 1, 2, 3}
+    for temperature, top_k, drawn in ((1.0, 2, {1, 2}), (50.0, 0, {0, 1, 2, 3})):
+        assert {sample.next_token(logits, temperature, top_k, generator) for _ in range(100)} == drawn
