@@ -22,7 +22,7 @@ if __name__ == "__main__":
     entry.prepare(lost="going on without it, the numbers are in metrics.jsonl")
 
 from launch import startup
-from settings import MATH, ROUNDING, Settings, SettingsError, changes, load_settings, refuse_changes
+from settings import MATH, ROUNDING, Settings, changes, load_settings, refuse_changes
 
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
@@ -31,7 +31,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -47,10 +46,9 @@ import plan
 import sample
 import schedule
 import track
+from launch import drill as drills
 from launch import proof
 from store import UPLOAD_SECONDS, Store, read_state, upload_patience
-
-DRILL_STEPS = 4  # before the save of a drill; two more are done twice, before and after the load
 
 
 @dataclass
@@ -60,7 +58,7 @@ class Run:
     asked: dict  # the settings as given: what a resume compares
     stream: data.Stream
     metrics: track.Metrics
-    model: model.Nova = None
+    net: model.Nova = None
     optimizers: list = None  # [muon, adamw]
     chosen: dict = None  # what use_fp8 and use_compile became: stored, never chosen again
     horizon: schedule.Horizon = None  # start of the decay, end of the run: recorded, never read from a clock
@@ -72,7 +70,7 @@ class Run:
 def train(s: Settings) -> dict:
     """The whole run. Returns facts for status.json; raises startup.Stopped after an agreed stop."""
     launched = time.monotonic()
-    check_needs(s)
+    startup.check_needs(s)
     if s.drill:
         s.out_dir, s.resume = os.path.join(s.out_dir, "drill"), "never"
     log = startup.logger(int(os.environ.get("RANK", 0)))
@@ -94,21 +92,6 @@ def train(s: Settings) -> dict:
     how = "saved" if saved == run.step else f"NOT SAVED ({store.failures[-1]}), only step {saved} is"
     text = f"stopped by {stop} after step {run.step}, {how}: the same command goes on"
     raise startup.Stopped(stop, text)
-
-
-def check_needs(s: Settings):
-    """What the settings name and this machine lacks: all of it in one error, before anything is built."""
-    lacks = []
-    if s.device == "cuda" and not torch.cuda.is_available():
-        why = "this machine has no GPU that torch can use; --device=cpu trains on the CPU"
-        lacks.append(s.error("device", why))
-    if s.data is None:
-        how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO (config/quickstart.py needs none)'
-        lacks.append(s.error("data", f"no data named: {how}"))
-    if s.drill and s.steps < DRILL_STEPS + 2:
-        lacks.append(s.error("total_steps", f"a drill takes {DRILL_STEPS + 2} steps"))
-    if lacks:
-        raise SettingsError("\n".join(map(str, lacks)))
 
 
 # --- start-up ----------------------------------------------------------------------------------------------------
@@ -135,10 +118,9 @@ def start_up(
         s.grad_accum(agree.world)  # an error if the batch does not divide
         asked = s.as_dict()
     with agree.stage("checkpoints"):
-        grace = startup.grace_seconds()
         store, path = Store.open(
-            s.out_dir, agree, log, s.ckpt_keep, s.resume, publisher(s, log), grace, publish=not s.drill
-        )
+            s.out_dir, agree, log, s.ckpt_keep, s.resume, publisher(s, log), startup.grace_seconds(), publish=not s.drill
+        )  # fmt: skip
         saved, path, changed = saved_state(s, path, log)
     with agree.stage("data"):
         stream = data.open_stream(s, agree, log, saved and saved["data"])
@@ -158,20 +140,20 @@ def start_up(
         proof.check_storage(agree, s.out_dir, store.room(files["checkpoint"]) + int(files["weights"]), log)
     memory = partial(track.explained_memory, s, planned, lambda: run.step)
     with agree.stage("model"), memory():
-        run.model = model.build_model(s, mesh, device, log)
+        run.net = model.build_model(s, mesh, device, log)
     with agree.stage("model check"):
-        proof.check_weights(agree, run.model.named_parameters(), mesh.get_local_rank("shard"), log)
+        proof.check_weights(agree, run.net.named_parameters(), mesh.get_local_rank("shard"), log)
     with agree.stage("optimizers"), memory():
-        run.optimizers = muon.build_optimizers(run.model, s, log)
+        run.optimizers = muon.build_optimizers(run.net, s, log)
     with agree.stage("compile", s.init_timeout), memory():
-        if run.model.compiled:
-            model.compile_shapes(run.model, schedule.contexts(s), device)
-        run.chosen = {"fp8": run.model.fp8, "compile": run.model.compiled}
+        if run.net.compiled:
+            model.compile_shapes(run.net, schedule.contexts(s), device)
+        run.chosen = {"fp8": run.net.fp8, "compile": run.net.compiled}
     with agree.stage("resume"):
         run.horizon = schedule.first_horizon(s)
         if saved:
             resume(run, s, agree, store, saved, path, changed, log)
-        assumed = (planned.assumed if planned else {}) | drilled(s.out_dir)
+        assumed = (planned.assumed if planned else {}) | drills.drilled(s.out_dir)
         run.budget = schedule.Budget(s, launched, metrics.journal.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved["budget"])
@@ -223,7 +205,7 @@ def resume(run: Run, s: Settings, agree, store: Store, saved: dict, path: str, c
     _, exact = store.load(path, shared, own)
     of_optimizers = {k: v for k, v in shared.items() if not k.startswith("model.")}
     codes = {k: v for k, v in own.items() if not k.startswith("rng.")} if exact else None
-    muon.load_optimizer_state(run.model, run.optimizers, of_optimizers, codes)
+    muon.load_optimizer_state(run.net, run.optimizers, of_optimizers, codes)
     if exact:
         torch.set_rng_state(own["rng.cpu"])
         if "rng.cuda" in own:
@@ -254,9 +236,10 @@ def resume(run: Run, s: Settings, agree, store: Store, saved: dict, path: str, c
 
 def loop(run: Run, s: Settings, agree, store: Store, log, stop_at: int | None) -> str | None:
     """Train to the horizon's end (which agreed events may move) or to step `stop_at`. None at the end, or why it stopped."""
-    stream, net, device = run.stream, run.model, agree.device
+    stream, net, device = run.stream, run.net, agree.device
     timer, meter = track.StepTimer(device), track.LossMeter(stream.domains, device)
-    watcher, stop, bad_in_a_row = track.Watcher(s, agree, net, run.optimizers[0], log, run.step == 0), None, 0
+    named, blocks, fresh, stop = net.named_parameters(), len(model.muon_blocks(s)), run.step == 0, None
+    watcher = track.Watcher(s, agree, named, blocks, run.optimizers[0], log, fresh)
     net.train()
     while run.step < min(stop_at or run.horizon.end_step, run.horizon.end_step) and not stop:
         agree.tick(f"step {run.step + 1}", s.init_timeout if watcher.proof else s.step_timeout)
@@ -273,9 +256,11 @@ def loop(run: Run, s: Settings, agree, store: Store, log, stop_at: int | None) -
         grad_norm = muon.clip_grads(net, s.grad_clip, s.tokens_per_step / max(tokens, 1)).item()
         loss, loss_by_domain, _ = meter.read(dist.all_reduce)
         done = track.Step(run.step + 1, loss, loss_by_domain, grad_norm, rates, ctx, tokens, stream.epochs())
-        bad_in_a_row = bad_in_a_row + 1 if done.bad else 0
-        watcher.before_update(done, last=bad_in_a_row >= s.max_bad_steps)
-        update(run.optimizers, done, bad_in_a_row, s, log)
+        watcher.before_update(done)
+        for optimizer in run.optimizers:
+            if not done.bad:  # a loss or norm that is not finite, which all ranks see alike
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         watcher.after_update(done)
         timer.mark("optimizer")
 
@@ -351,22 +336,6 @@ def accumulate(net, batch: data.Batch, meter: track.LossMeter, s: Settings, worl
         meter.add(token_loss, y, domain)
 
 
-def update(optimizers: list, done: track.Step, bad_in_a_row: int, s: Settings, log):
-    """The optimizer step. A non-finite loss or norm, which all ranks see alike, skips it; too many in a row end the run."""
-    for optimizer in optimizers:
-        if not done.bad:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    if done.bad:
-        found = f"loss {done.loss}, grad_norm {done.grad_norm}"
-        log(f"step {done.step}: {found}: update skipped ({bad_in_a_row} in a row)")
-        if bad_in_a_row >= s.max_bad_steps:
-            raise track.Diverged(
-                f"{bad_in_a_row} non-finite steps in a row up to step {done.step}: lower muon_lr and lr, or look at "
-                f"the data of samples {(done.step - 1) * s.sequences_per_step} and following"
-            )
-
-
 # --- evaluation, samples, saves ------------------------------------------------------------------------------------
 
 
@@ -375,18 +344,18 @@ def evaluate(run: Run, s: Settings, agree, rows: int, final: bool = False) -> bo
     """Loss on `rows` held-out rows per domain, the same at every call and world size. True when it is the best so far."""
     began, stream, device = time.monotonic(), run.stream, agree.device
     agree.tick("evaluation", s.init_timeout)
-    run.model.eval()
+    run.net.eval()
     meter, byte_count = (
         track.LossMeter(stream.domains, device),
         torch.zeros((), dtype=torch.float64, device=device),
     )
     for batch in stream.val_batches(rows, s.micro_batch):
         part = batch.to(device)
-        _, token_loss = run.model(part.x, part.y)
+        _, token_loss = run.net(part.x, part.y)
         meter.add(token_loss, part.y, part.domain)
         if stream.tokenizer.bytes_exact and (batch.y >= 0).any():
             byte_count += stream.tokenizer.bytes_per_token(batch.y) * int((batch.y >= 0).sum())
-    model.back_to_training(run.model)
+    model.back_to_training(run.net)
     loss, by_domain, tokens = meter.read(dist.all_reduce)
     dist.all_reduce(byte_count)
     bits_per_byte = loss * tokens / math.log(2) / byte_count.item() if byte_count else None
@@ -401,18 +370,18 @@ def print_sample(run: Run, s: Settings, device):
     if not s.sample_tokens or tokenizer.kind == "ids":
         return
     prompt = tokenizer.encode(s.sample_prompt) or [tokenizer.eot or 0]
-    run.model.eval()
-    pad = s.max_len if run.model.compiled else 64
-    ids = sample.generate(run.model, prompt, s.sample_tokens, s.max_len, device, pad=pad)
-    model.back_to_training(run.model)
+    run.net.eval()
+    pad = s.max_len if run.net.compiled else 64
+    ids = sample.generate(run.net, prompt, s.sample_tokens, s.max_len, device, pad=pad)
+    model.back_to_training(run.net)
     run.budget.paused("sample", time.monotonic() - began)
     run.metrics.sample(run.step, s.sample_prompt + tokenizer.decode(ids))
 
 
 def tensors(run: Run) -> tuple[dict, dict]:
     """(tensors that any world size can load, tensors of this rank) of a checkpoint: live ones, saved from, loaded into."""
-    shared, own = muon.optimizer_state(run.model, run.optimizers)
-    shared |= {f"model.{name}": p for name, p in run.model.named_parameters()}
+    shared, own = muon.optimizer_state(run.net, run.optimizers)
+    shared |= {f"model.{name}": p for name, p in run.net.named_parameters()}
     own["rng.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         own["rng.cuda"] = torch.cuda.get_rng_state()
@@ -488,7 +457,7 @@ def finish(run: Run, s: Settings, agree, store: Store, planned: plan.Plan | None
 def export(run: Run, s: Settings, agree, store: Store):
     """Write the weights as they are now."""
     agree.tick("export", s.init_timeout)
-    store.export({name: p.detach() for name, p in run.model.named_parameters()}, export_config(run, s))
+    store.export({name: p.detach() for name, p in run.net.named_parameters()}, export_config(run, s))
 
 
 def export_config(run: Run, s: Settings) -> dict:
@@ -519,71 +488,38 @@ def upload_seconds(run: Run, s: Settings, agree, stop: str | None = None) -> flo
 
 
 def drill(run: Run, s: Settings, agree, store: Store, log) -> dict:
-    """`--drill`: the run's whole cycle once, with its settings, in a folder of its own, each part timed; nothing stays on
-    the Hub, and of a drill that passed neither checkpoints nor export on the disk. A later run in the folder above takes
-    the times for its budget (`drilled`).
+    """`--drill`: the whole cycle once, in a folder of its own (launch/drill.py). Nothing stays on the Hub, and of a drill that
+    passed neither checkpoints nor export on the disk. -> facts for status.json"""
 
-    Raises StartupError unless the two losses after the reload are those before it, and HubError where the Hub takes no
-    file. -> facts for status.json: {"step", "drill": {part: seconds}}"""
-    seconds, clock = {"start-up": run.metrics.used()}, time.monotonic()
-
-    def took(part: str):
-        nonlocal clock
-        seconds[part], clock = time.monotonic() - clock, time.monotonic()
-
-    def losses_to(step: int) -> list[float]:
+    def train_to(step: int) -> list[float]:
         if (stop := loop(run, s, agree, store, log, step)) not in (None, "stop_at"):
             raise startup.Stopped(stop, f"stopped by {stop} in a drill: nothing to resume, give it again")
         return list(run.metrics.totals.losses)[-2:]
 
-    losses_to(DRILL_STEPS)
-    took(f"{DRILL_STEPS} steps")
-    evaluate(run, s, agree, s.eval_rows)
-    took("evaluation")
-    save(run, s, agree, store, "latest", wait=True)
-    if store.failures:
-        raise startup.StartupError(f"drill: the save failed: {store.failures[-1]}")
-    took("save")
-    before = losses_to(DRILL_STEPS + 2)
-    took("2 steps")
-    path = os.path.join(store.folder.path, store.parent.split("/")[-1])
-    saved = read_state(path)
-    run.stream.load_state(saved["data"])
-    resume(run, s, agree, store, saved, path, set(), log)
-    took("load in place")
-    after = losses_to(DRILL_STEPS + 2)
-    took("2 steps after it")
+    def save_whole():
+        save(run, s, agree, store, "latest", wait=True)
+        if store.failures:
+            raise startup.StartupError(f"drill: the save failed: {store.failures[-1]}")
+
+    def load_in_place():
+        path = os.path.join(store.folder.path, store.parent.split("/")[-1])
+        saved = read_state(path)
+        run.stream.load_state(saved["data"])
+        resume(run, s, agree, store, saved, path, set(), log)
+
     exact = agree.device.type == "cpu" or s.deterministic
-    same = before == after if exact else all(abs(a - b) < 1e-2 for a, b in zip(before, after, strict=True))
-    if not same:
-        raise startup.StartupError(f"drill: losses after the reload {after} are not those before it {before}")
-    export(run, s, agree, store)
-    took("export")
+    look, write = partial(evaluate, run, s, agree, s.eval_rows), partial(export, run, s, agree, store)
+    seconds = {"start-up": run.metrics.used()}
+    losses = drills.drill(train_to, look, save_whole, load_in_place, write, exact, seconds)
     store.close()
-    if model_repo := publisher(s, log):  # no checkpoint of a drill is published: 16 MB tell the rate
-        rate = agree.on_rank_0(lambda: model_repo.trial(f"drill-{os.getpid()}"), "Hub")
-        log(f"drill: the Hub took {rate / 1e6:.1f} MB/s")
+    if rate := store.trial():
         seconds["upload of a checkpoint"] = store.receipts[-1]["bytes"] / rate
     for part, value in seconds.items():
         log(f"drill: {part:24} {value:8.2f} s")
-    if agree.rank == 0:  # the disk is the real run's; status.json and the metrics stay
-        for folder in (store.folder.path, store.export_folder):
-            shutil.rmtree(folder, ignore_errors=True)
-    log(f"drill: deleted its checkpoints and export in {s.out_dir}")
+    store.clear()
     how = "to the bit" if exact else "to rounding"
-    log(f"drill passed: the two losses after a reload are those before it, {how}: {before}")
+    log(f"drill passed: the two losses after a reload are those before it, {how}: {losses}")
     return {"step": run.step, "drill": {k: round(v, 3) for k, v in seconds.items()}}
-
-
-def drilled(out_dir: str) -> dict:
-    """What --drill measured on this machine, in seconds, for the budget: better than the plan's assumptions."""
-    try:
-        with open(os.path.join(out_dir, "drill", "status.json"), encoding="utf-8") as f:
-            seconds = json.load(f)["drill"]
-    except (OSError, ValueError, KeyError):
-        return {}
-    names = {"whole save": "save", "evaluation": "evaluation", "upload": "upload of a checkpoint"}
-    return {kind: seconds[part] for kind, part in names.items() if part in seconds}
 
 
 if __name__ == "__main__":

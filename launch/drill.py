@@ -13,12 +13,11 @@ from .failures import StartupError
 STEPS = 4  # before the save; two more are done twice, before and after the load
 
 
-def drill(train, evaluate, save, load, export, exact: bool) -> tuple[dict[str, float], list[float]]:
-    """Raises StartupError unless the two losses after the reload are those before it: to the bit if `exact`.
+def drill(train, evaluate, save, load, export, exact: bool, seconds: dict[str, float]) -> list[float]:
+    """The two losses after the reload. Raises StartupError unless they are those before it: to the bit if `exact`.
 
-    train(step) trains to that step and returns its last two losses; the others take nothing.
-    -> ({part: seconds}, the two losses)"""
-    seconds = {}
+    train(step) trains to that step and returns its last two losses; the others take nothing. `seconds` of each part are
+    filled in."""
 
     def timed(part: str, call):
         began = time.monotonic()
@@ -35,7 +34,7 @@ def drill(train, evaluate, save, load, export, exact: bool) -> tuple[dict[str, f
     if max(abs(a - b) for a, b in zip(before, after, strict=True)) > (0 if exact else 1e-2):
         raise StartupError(f"drill: losses after the reload {after} are not those before it {before}")
     timed("export", export)
-    return seconds, before
+    return before
 
 
 def drilled(out_dir: str) -> dict[str, float]:

@@ -20,6 +20,9 @@ import sys
 import time
 import traceback
 
+from settings import SettingsError
+
+from . import drill
 from .agreement import Agreement
 from .failures import CODES, StartupError, Stopped, describe, exit_code_of, write_status
 
@@ -112,6 +115,23 @@ def grace_seconds(environ=os.environ) -> float | None:
         return float(words[words.index("--shutdown-timeout") + 1])
     except (OSError, ValueError):
         return 30.0
+
+
+def check_needs(s):
+    """What the settings name and this machine lacks: all of it in one SettingsError, before anything is built."""
+    import torch
+
+    lacks = []
+    if s.device == "cuda" and not torch.cuda.is_available():
+        why = "this machine has no GPU that torch can use; --device=cpu trains on the CPU"
+        lacks.append(s.error("device", why))
+    if s.data is None:
+        how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO (config/quickstart.py needs none)'
+        lacks.append(s.error("data", f"no data named: {how}"))
+    if s.drill and s.steps < drill.STEPS + 2:
+        lacks.append(s.error("total_steps", f"a drill takes {drill.STEPS + 2} steps"))
+    if lacks:
+        raise SettingsError("\n".join(map(str, lacks)))
 
 
 def choose_device(local_rank: int, environ=os.environ):

@@ -25,6 +25,7 @@ import math
 import os
 import shutil
 import threading
+import time
 from functools import partial
 
 import torch.distributed as dist
@@ -60,6 +61,7 @@ class Store:
         self.finder = finder.Finder(self.folder, agree, hub, publisher is not None, log)
         self.proven: str | None = None  # the checkpoint here whose hashes all ranks have compared
         self.receipts: list[dict] = []  # of all saves of this launch
+        self.saved_at = time.monotonic()  # of the newest save of this launch, or its start
 
     @classmethod
     def open(
@@ -73,6 +75,7 @@ class Store:
             agree.on_rank_0(lambda: check_write(publisher, folder, resume, log), "Hub")
         check_shared_folder(out_dir, agree)
         store = cls(folder, agree, log, keep, resume, publisher if publish else None, grace)
+        store.hub = publisher
         return store, store.newest()
 
     @property
@@ -127,6 +130,7 @@ class Store:
         flight is waited for first. An argument that can't be saved is a CheckpointError here; a disk that fails is only
         logged and counted (`failures`)."""
         self.saver.save(step, kind, shared, own, state, beside)
+        self.saved_at = time.monotonic()
         if wait:
             self.saver.wait()
 
@@ -171,6 +175,21 @@ class Store:
                 shutil.copy(path, os.path.join(self.export_folder, name))
         if self.uploads is not None:
             self.uploads.put_folder("", self.export_folder, "export")
+
+    def trial(self) -> float | None:
+        """Bytes/s that the Hub takes, by 16 MB that do not stay there; None without a Hub."""
+        if self.hub is None:
+            return None
+        rate = self.agree.on_rank_0(lambda: self.hub.trial(f"drill-{os.getpid()}"), "Hub")
+        self.log(f"drill: the Hub took {rate / 1e6:.1f} MB/s")
+        return rate
+
+    def clear(self):
+        """Delete checkpoints and export: of a drill that passed."""
+        if self.agree.rank == 0:
+            for folder in (self.folder.path, self.export_folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        self.log(f"drill: deleted its checkpoints and export in {os.path.dirname(self.folder.path)}")
 
     def close(self, timeout: float = 0.0, stop=lambda: False) -> list[str]:
         """Finish the local save, give uploads `timeout` seconds or until stop() on any rank, release the folder.
