@@ -280,12 +280,12 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
     # All of them, three times, whatever is found: ranks must stay in step until the verdict.
     for name, (before, want, rest) in cases.items():
         for _ in range(3):
-            got, rest = before.clone(), [v.clone() if torch.is_tensor(v) else v for v in rest]
+            got, more = before.clone(), [v.clone() if torch.is_tensor(v) else v for v in rest]
             wait()
             start = time.perf_counter()
             with warnings.catch_warnings():  # torch 2.13 renames two of them; 2.11 has the old names only
                 warnings.simplefilter("ignore", FutureWarning)
-                getattr(dist, name)(got, *rest, group=group)
+                getattr(dist, name)(got, *more, group=group)
             wait()
             seconds = time.perf_counter() - start
             if not torch.equal(got, want):
