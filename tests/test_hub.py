@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from fake_hub import (  # noqa: F401 (fixtures)
     DATA,
     READS,
@@ -29,12 +30,9 @@ from fake_hub import (  # noqa: F401 (fixtures)
 )
 from workers import free_port
 
-import hub
 from hub import HubSource
 from hub import client as hubclient
-
-ROOT = Path(hub.__file__).parent
-
+from hub.cache import receipt_of
 
 # --- faults ------------------------------------------------------------------------------------------------------
 BODY = ("cut", "truncated", "corrupt")
@@ -314,7 +312,7 @@ def test_a_file_that_the_cache_did_not_fetch_is_not_overwritten(server, tmp_path
     reader = source(server, tmp_path)
     path = Path(reader.fetch("data/code/0.npy"))
     reader.release("data/code/0.npy")
-    hub._receipt(path).unlink()
+    receipt_of(path).unlink()
     path.write_bytes(b"precious")
     assert "did not fetch it" in str(outcome(lambda: source(server, tmp_path).fetch("data/code/0.npy")))
     assert path.read_bytes() == b"precious"
@@ -343,9 +341,9 @@ def test_threads_that_want_one_shard_fetch_it_once(server, tmp_path):
     for thread in threads:
         thread.join(30)
     assert len(got) == 4 and len(set(got)) == 1
-    assert len(server.requests("GET .*/resolve/")) == 1 and len(reader.pins) == 1
+    assert len(server.requests("GET .*/resolve/")) == 1 and len(reader.cache.pins) == 1
     reader.release("data/code/0.npy")
-    assert not reader.pins and not cached(tmp_path), "a lock leaked"
+    assert not reader.cache.pins and not cached(tmp_path), "a lock leaked"
 
 
 def test_a_transfer_survives_that_another_thread_closes_the_session(server, tmp_path):
@@ -364,17 +362,17 @@ def test_a_transfer_survives_that_another_thread_closes_the_session(server, tmp_
 
 
 FETCH = """
-import sys
+import hashlib, sys
 sys.path.insert(0, {root!r})
 import hub
 reader = hub.HubSource("me/data", {cache!r}, {revision!r}, endpoint={url!r}, patience=20, first_wait=0.01)
 for name in {names!r}:
-    print(hub.hashlib.sha256(open(reader.fetch(name), "rb").read()).hexdigest(), flush=True)
+    print(hashlib.sha256(open(reader.fetch(name), "rb").read()).hexdigest(), flush=True)
 """
 
 
 def fetch_in_a_process(server, cache, revision, names):
-    code = FETCH.format(root=str(ROOT), cache=str(cache), revision=revision, url=server.url, names=names)
+    code = FETCH.format(root=ROOT, cache=str(cache), revision=revision, url=server.url, names=names)
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 

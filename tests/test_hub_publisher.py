@@ -27,7 +27,6 @@ from fake_hub import (  # noqa: F401 (fixtures)
     source,
 )
 
-import hub
 from hub import client as hubclient
 
 WRITES = {
@@ -273,7 +272,7 @@ def test_the_rate_of_a_trial_leaves_latency_out(server, monkeypatch):
     def upload(folder, prefix):
         clock[0] += 4.0 + os.path.getsize(os.path.join(folder, "trial.bin")) / 10e6
 
-    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("hub.publisher.time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(writer, "upload", upload)
     monkeypatch.setattr(writer, "delete", lambda prefix: 0)
     assert writer.trial("drill") == pytest.approx(10e6)
