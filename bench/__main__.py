@@ -291,7 +291,7 @@ def case_checkpoint(report: Report, options):
 
 # --- startup ------------------------------------------------------------------------------------------------
 
-IMPORTS = "sys numpy torch torchao.float8 bitsandbytes huggingface_hub model muon data store".split()
+IMPORTS = "numpy torch torchao.float8 bitsandbytes huggingface_hub model muon data store".split()
 
 
 def until(pattern: str, command: list[str], deadline: float = 300) -> float:
@@ -333,7 +333,9 @@ def case_startup(report: Report, options):
         for peer in ("nanogpt", "seed-imports"):
             report.row(compare("startup/first-step", times, "nova", peer, 0, "s"))
     code = "import {}; print('imported')"
-    imports = {m: partial(until, "^imported", [sys.executable, "-c", code.format(m)]) for m in IMPORTS}
+    imports = {
+        m: partial(until, "^imported", [sys.executable, "-c", code.format(m)]) for m in ("sys", *IMPORTS)
+    }
     times = measure(imports, min(3, options.rounds), 0)
     report.fact("startup/imports", **{f"{m}_s": statistics.median(t) for m, t in times.items()})
 
