@@ -22,14 +22,12 @@ if __name__ == "__main__":
     entry.prepare(lost="going on without it, the numbers are in metrics.jsonl")
 
 from launch import startup
-from settings import MATH, ROUNDING, Settings, changes, load_settings, refuse_changes
+from settings import Settings, load_settings
 
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
 
-import dataclasses
 import json
-import math
 import os
 import signal
 import time
@@ -48,7 +46,7 @@ import schedule
 import track
 from launch import drill as drills
 from launch import proof
-from store import UPLOAD_SECONDS, Store, read_state, upload_patience
+from store import UPLOAD_SECONDS, Saved, Store, open_store, read_state, upload_patience
 
 
 @dataclass
@@ -109,21 +107,16 @@ def start_up(
         proof.check_links(agree, s, log)
     with agree.stage("collectives"):
         mesh = startup.make_mesh(s, agree.world, device)
-        agree.limit_collectives(
-            s.init_timeout
-        )  # a mesh's groups come with torch's own limit, 10 minutes of NCCL
+        agree.limit_collectives(s.init_timeout)  # the mesh's new groups have torch's own, 10 minutes of NCCL
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
         proof.check_collectives(agree, device, groups, log)
     with agree.stage("settings"):
         s.grad_accum(agree.world)  # an error if the batch does not divide
         asked = s.as_dict()
     with agree.stage("checkpoints"):
-        store, path = Store.open(
-            s.out_dir, agree, log, s.ckpt_keep, s.resume, publisher(s, log), startup.grace_seconds(), publish=not s.drill
-        )  # fmt: skip
-        saved, path, changed = saved_state(s, path, log)
+        store, saved = open_store(s, agree, log, startup.grace_seconds())
     with agree.stage("data"):
-        stream = data.open_stream(s, agree, log, saved and saved["data"])
+        stream = data.open_stream(s, agree, log, saved and saved.state["data"])
         s.vocab_size = stream.vocab_size
         proof.check_equal(agree, "the vocabulary", s.digest())
         flops = {ctx: model.flops_per_token(s, ctx) for ctx in schedule.contexts(s)}
@@ -152,83 +145,37 @@ def start_up(
     with agree.stage("resume"):
         run.horizon = schedule.first_horizon(s)
         if saved:
-            resume(run, s, agree, store, saved, path, changed, log)
+            resume(run, s, agree, store, saved, log)
         assumed = (planned.assumed if planned else {}) | drills.drilled(s.out_dir)
         run.budget = schedule.Budget(s, launched, metrics.journal.used_before, assumed, agree.world)
         if saved:
-            run.budget.load_state(saved["budget"])
+            run.budget.load_state(saved.state["budget"])
         metrics.launch(run.step, run.horizon.end_step, settings_digest=s.digest())
     agree.note(step=run.step, saved=run.step if saved else None)
     return run, store, planned
 
 
-def publisher(s: Settings, log):
-    """The model repo that checkpoints and export go to, or None."""
-    if not (s.hf_model_repo and s.publish):
-        return None
-    import hub
-
-    return hub.Publisher(s.hf_model_repo, log, s.hub_patience)
-
-
-def saved_state(s: Settings, path: str | None, log) -> tuple[dict | None, str | None, set[str]]:
-    """(the state of the checkpoint at `path`, or of the one that a new run branches from, its folder, kinds of the
-    settings that differ from its own), or (None, None, {}) for a fresh start. What "auto" became there, it stays."""
-    allowed = s
-    if path is None and s.schedule_from:  # a branch: another run's state, under this run's schedule
-        path = s.schedule_from
-        if not os.path.exists(os.path.join(path, "state.json")):
-            raise s.error("schedule_from", "is not the folder of a checkpoint (…/checkpoints/step-…)")
-        allowed = dataclasses.replace(s, allow_change=[*s.allow_change, *schedule.HORIZON])
-    if path is None:
-        log(f"[resume] a fresh start in {s.out_dir}")
-        return None, None, set()
-    saved = read_state(path)
-    for line in refuse_changes(saved["settings"], allowed):
-        log(f"[resume] changed setting {line}")
-    changed = {kind for _, _, _, kind in changes(saved["settings"], s)}
-    keep_choices(s, saved["chosen"])
-    return saved, path, changed
-
-
-def keep_choices(s: Settings, chosen: dict):
-    """In a run that goes on, "auto" means what it became in the first launch: it never chooses again."""
-    if s.use_fp8 == "auto":
-        s.use_fp8 = "on" if chosen["fp8"] else "off"
-    if s.use_compile == "auto":
-        s.use_compile = chosen["compile"]
-
-
-def resume(run: Run, s: Settings, agree, store: Store, saved: dict, path: str, changed: set[str], log):
+def resume(run: Run, s: Settings, agree, store: Store, saved: Saved, log):
     """Put the saved tensors, horizon and totals in place. A failed load stops the run: it never starts over."""
-    shared, own = tensors(run)
-    _, exact = store.load(path, shared, own)
+    state, (shared, own) = saved.state, tensors(run)
+    _, own_loaded = store.load(saved.path, shared, own)
     of_optimizers = {k: v for k, v in shared.items() if not k.startswith("model.")}
-    codes = {k: v for k, v in own.items() if not k.startswith("rng.")} if exact else None
+    codes = {k: v for k, v in own.items() if not k.startswith("rng.")} if own_loaded else None
     muon.load_optimizer_state(run.net, run.optimizers, of_optimizers, codes)
-    if exact:
+    if own_loaded:
         torch.set_rng_state(own["rng.cpu"])
         if "rng.cuda" in own:
             torch.cuda.set_rng_state(own["rng.cuda"])
-    run.step, branch = saved["step"], path == s.schedule_from
-    before = schedule.Horizon.from_dict(saved["horizon"])
-    run.horizon, line = schedule.resumed_horizon(s, run.step, before, saved["settings"], branch)
+    run.step, before = state["step"], schedule.Horizon.from_dict(state["horizon"])
+    run.horizon, line = schedule.resumed_horizon(s, run.step, before, state["settings"], saved.branch)
     if line:
         log(f"[resume] {line}")
-    if branch:
-        run.metrics.totals.tokens = saved["metrics"]["tokens"]
+    if saved.branch:
+        run.metrics.totals.tokens = state["metrics"]["tokens"]
     else:
-        run.metrics.load_state(saved["metrics"], path)
-    exact = exact and saved["world"] == agree.world and ROUNDING not in changed
-    exact = exact and (agree.device.type == "cpu" or s.deterministic)
-    how = "bit-exact" if exact else "to rounding"
-    if saved["code"] != proof.code_digest():
-        how = "with changed code"
-    if MATH in changed:
-        how = "with changed settings"
-    if "data" in s.allow_change:
-        how = "with the data that there is now"
-    log(f"[resume] step {run.step} of {path}, saved by {saved['world']} ranks: goes on {how}")
+        run.metrics.load_state(state["metrics"], saved.path)
+    how = saved.how(s, agree, own_loaded)
+    log(f"[resume] step {run.step} of {saved.path}, saved by {state['world']} ranks: goes on {how}")
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------
@@ -339,29 +286,15 @@ def accumulate(net, batch: data.Batch, meter: track.LossMeter, s: Settings, worl
 # --- evaluation, samples, saves ------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def evaluate(run: Run, s: Settings, agree, rows: int, final: bool = False) -> bool:
-    """Loss on `rows` held-out rows per domain, the same at every call and world size. True when it is the best so far."""
-    began, stream, device = time.monotonic(), run.stream, agree.device
+    """Loss on `rows` held-out rows per domain. True when it is the best so far."""
+    began = time.monotonic()
     agree.tick("evaluation", s.init_timeout)
-    run.net.eval()
-    meter, byte_count = (
-        track.LossMeter(stream.domains, device),
-        torch.zeros((), dtype=torch.float64, device=device),
-    )
-    for batch in stream.val_batches(rows, s.micro_batch):
-        part = batch.to(device)
-        _, token_loss = run.net(part.x, part.y)
-        meter.add(token_loss, part.y, part.domain)
-        if stream.tokenizer.bytes_exact and (batch.y >= 0).any():
-            byte_count += stream.tokenizer.bytes_per_token(batch.y) * int((batch.y >= 0).sum())
+    found = track.evaluate(run.net, run.stream, rows, s.micro_batch, agree.device)
     model.back_to_training(run.net)
-    loss, by_domain, tokens = meter.read(dist.all_reduce)
-    dist.all_reduce(byte_count)
-    bits_per_byte = loss * tokens / math.log(2) / byte_count.item() if byte_count else None
     seconds = time.monotonic() - began
     run.budget.paused("evaluation", seconds)
-    return run.metrics.evaluation(run.step, loss, by_domain, bits_per_byte, seconds, final)
+    return run.metrics.evaluation(run.step, *found, seconds, final)
 
 
 def print_sample(run: Run, s: Settings, device):
@@ -503,9 +436,9 @@ def drill(run: Run, s: Settings, agree, store: Store, log) -> dict:
 
     def load_in_place():
         path = os.path.join(store.folder.path, store.parent.split("/")[-1])
-        saved = read_state(path)
-        run.stream.load_state(saved["data"])
-        resume(run, s, agree, store, saved, path, set(), log)
+        saved = Saved(path, read_state(path), branch=False, changed=set())
+        run.stream.load_state(saved.state["data"])
+        resume(run, s, agree, store, saved, log)
 
     exact = agree.device.type == "cpu" or s.deterministic
     look, write = partial(evaluate, run, s, agree, s.eval_rows), partial(export, run, s, agree, store)

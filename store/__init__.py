@@ -1,6 +1,7 @@
 """What outlives a process: checkpoints, exports, and their way to the Hub.
 
     store.py     Store: open, load, save, poll, export, publish, close
+    opening.py   what a run goes on from
     sealed.py    the format on the disk: safetensors, JSON, a manifest with every hash
     folder.py    a run's folder: its lock, whose it is, what stays in it
     saver.py     one save in flight
@@ -14,11 +15,12 @@ does its service is; there is no pickle anywhere.
 
 from .export import read_export, read_model
 from .folder import check_shared_folder
+from .opening import Saved, open_store
 from .sealed import CheckpointError, read_state, verify
 from .store import Store
 from .uploads import UPLOAD_SECONDS, upload_patience
 
 __all__ = [
-    "UPLOAD_SECONDS", "CheckpointError", "Store", "check_shared_folder", "read_export", "read_model", "read_state",
+    "UPLOAD_SECONDS", "CheckpointError", "Saved", "Store", "check_shared_folder", "open_store", "read_export", "read_model", "read_state",
     "upload_patience", "verify",
 ]  # fmt: skip

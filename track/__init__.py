@@ -2,6 +2,7 @@
 
     metrics.py   the totals of a run; what each step, evaluation and save adds to them
     meters.py    the time, loss, speed and memory of a step
+    evaluation.py  the loss on the held-out rows
     rows.py      metrics.jsonl and time.json
     console.py   the lines that a person reads, and loss.png
     health.py    parameters that do not move, ranks that lag, and, when it ends badly, why
@@ -10,12 +11,13 @@ The invariant: everything here only looks; no number that it writes or prints ch
 """
 
 from .console import draw
+from .evaluation import evaluate
 from .health import Diverged, OutOfMemory, Watcher, explained_memory
 from .meters import LossMeter, StepTimer, memory
 from .metrics import Metrics, MetricsError, Step
 from .rows import read_rows
 
 __all__ = [
-    "Diverged", "LossMeter", "Metrics", "MetricsError", "OutOfMemory", "Step", "StepTimer", "Watcher", "draw",
+    "Diverged", "LossMeter", "Metrics", "MetricsError", "OutOfMemory", "Step", "StepTimer", "Watcher", "draw", "evaluate",
     "explained_memory", "memory", "read_rows",
 ]  # fmt: skip
