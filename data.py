@@ -255,6 +255,13 @@ class Stream:
             self.rewind(self.before)
             raise
 
+    def attempt(self, n: int) -> tuple[Batch | None, Exception | None]:
+        """next_batch(n), or the problem: it is agreed on before any rank enters a collective."""
+        try:
+            return self.next_batch(n), None
+        except (DataError, OSError) as e:
+            return None, e
+
     @way_past()
     def draw(self, n: int, low: int, high: int) -> Batch:
         """Rows [low, high) of the next n samples of the run."""

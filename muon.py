@@ -390,6 +390,9 @@ def optimizer_state(model: nn.Module, optimizers: list) -> tuple[dict[str, Tenso
 def load_optimizer_state(model: nn.Module, optimizers: list, shared: dict, own: dict | None):
     """Take over what `optimizer_state` gave out and a checkpoint then filled. Without `own` (another world size, or saved
     with fp32 moments) 8-bit state is quantised anew from `shared`."""
+    ours = ("muon.", "adamw.")  # a checkpoint holds more
+    shared = {k: v for k, v in shared.items() if k.startswith(ours)}
+    own = own and {k: v for k, v in own.items() if k.startswith(ours)}
     live, codes = optimizer_state(model, optimizers)
     for mine, given, what in ((live, shared, "shared"), (codes, own, "own")):
         if given is None:

@@ -387,11 +387,14 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     return result
 
 
-def of_device(settings, gpus: int, device) -> Plan | None:
-    """The plan on devices like this one (torch.device); None where its data sheet is not known."""
+def of_device(settings, gpus: int, device, log) -> Plan | None:
+    """The plan on devices like this one (torch.device), said; None where its data sheet is not known."""
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).lower()
     known = [gpu for gpu in GPUS if gpu in name]
-    return plan(settings, gpus, known[0]) if known else None
+    planned = plan(settings, gpus, known[0]) if known else None
+    for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(GPUS)}"]:
+        log(line)
+    return planned
 
 
 def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):

@@ -71,6 +71,12 @@ def generate(
     return ids[prompt:]
 
 
+def text(model, prompt: str, tokenizer, n_tokens: int, max_len: int, device, **options) -> str:
+    """`prompt` and what continues it, up to an end of document; `options` of generate. Without a prompt: a new document."""
+    ids = tokenizer.encode(prompt) or [tokenizer.eot or 0]
+    return prompt + tokenizer.decode(generate(model, ids, n_tokens, max_len, device, **options))
+
+
 def load(path: str):
     """(model in evaluation mode, settings, tokenizer) from a run folder, an export, or a checkpoint folder."""
     import data

@@ -27,7 +27,6 @@ from settings import Settings, load_settings
 if __name__ == "__main__":  # CUDA and NCCL read their environment when torch is imported
     SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])
 
-import json
 import os
 import signal
 import time
@@ -46,7 +45,7 @@ import schedule
 import track
 from launch import drill as drills
 from launch import proof
-from store import UPLOAD_SECONDS, Saved, Store, open_store, read_state, upload_patience
+from store import Saved, Store, open_store, read_state
 
 
 @dataclass
@@ -75,7 +74,7 @@ def train(s: Settings) -> dict:
     agree = startup.init(s, log=log)
     run, store, planned = start_up(s, agree, log, launched)
     if complete(run, s, log):
-        return published(run, s, agree, store, UPLOAD_SECONDS)
+        return published(run, s, agree, store)
     with track.explained_memory(s, planned, lambda: run.step):
         if s.drill:
             return drill(run, s, agree, store, log)
@@ -83,8 +82,10 @@ def train(s: Settings) -> dict:
     if not stop:
         return finish(run, s, agree, store, planned, log)
     save(run, s, agree, store, "latest", wait=True)
-    # a first signal ends the wait at once
-    store.close(upload_seconds(run, s, agree, stop), lambda: agree.signals.name not in (None, stop))
+    patience = store.patience(stop == "job_hours", run.budget.left(time.monotonic()))
+    store.close(
+        patience, lambda: agree.signals.name not in (None, stop)
+    )  # a first signal ends the wait at once
     run.metrics.close()
     saved = agree.info["saved"]
     how = "saved" if saved == run.step else f"NOT SAVED ({store.failures[-1]}), only step {saved} is"
@@ -95,9 +96,7 @@ def train(s: Settings) -> dict:
 # --- start-up ----------------------------------------------------------------------------------------------------
 
 
-def start_up(
-    s: Settings, agree: startup.Agreement, log, launched: float
-) -> tuple[Run, Store, plan.Plan | None]:
+def start_up(s: Settings, agree, log, launched: float) -> tuple[Run, Store, plan.Plan | None]:
     """All stages up to the first step. A failing or hanging rank ends all ranks, and is named."""
     device = agree.device
     with agree.stage("environment"):
@@ -126,9 +125,7 @@ def start_up(
         if stream.vocab_size <= 4096:
             run.baseline = data.bigram_baseline(stream, 1e6, s.final_eval_rows)
             log(f"bigram baseline {run.baseline:.4f}: below it a model has learnt more than pairs of tokens")
-        planned = plan.of_device(s, agree.world, device)
-        for line in planned.lines() if planned else [f"no plan: this is none of {', '.join(plan.GPUS)}"]:
-            log(line)
+        planned = plan.of_device(s, agree.world, device, log)
         files = planned.files if planned else {"checkpoint": 0, "weights": 0}
         proof.check_storage(agree, s.out_dir, store.room(files["checkpoint"]) + int(files["weights"]), log)
     memory = partial(track.explained_memory, s, planned, lambda: run.step)
@@ -159,9 +156,7 @@ def resume(run: Run, s: Settings, agree, store: Store, saved: Saved, log):
     """Put the saved tensors, horizon and totals in place. A failed load stops the run: it never starts over."""
     state, (shared, own) = saved.state, tensors(run)
     _, own_loaded = store.load(saved.path, shared, own)
-    of_optimizers = {k: v for k, v in shared.items() if not k.startswith("model.")}
-    codes = {k: v for k, v in own.items() if not k.startswith("rng.")} if own_loaded else None
-    muon.load_optimizer_state(run.net, run.optimizers, of_optimizers, codes)
+    muon.load_optimizer_state(run.net, run.optimizers, shared, own if own_loaded else None)
     if own_loaded:
         torch.set_rng_state(own["rng.cpu"])
         if "rng.cuda" in own:
@@ -191,7 +186,7 @@ def loop(run: Run, s: Settings, agree, store: Store, log, stop_at: int | None) -
     while run.step < min(stop_at or run.horizon.end_step, run.horizon.end_step) and not stop:
         agree.tick(f"step {run.step + 1}", s.init_timeout if watcher.proof else s.step_timeout)
         timer.start()
-        batch, problem = next_batch(stream, s.sequences_per_step)
+        batch, problem = stream.attempt(s.sequences_per_step)
         timer.mark("data")
         stop, save_due, tokens = agree_on_step(run, s, agree, store, batch, problem)
         rates, ctx = schedule.rates(run.step, s, run.horizon), schedule.context_length(run.step, s)
@@ -230,17 +225,7 @@ def loop(run: Run, s: Settings, agree, store: Store, log, stop_at: int | None) -
     return stop or (None if run.step >= run.horizon.end_step else "stop_at")
 
 
-def next_batch(stream: data.Stream, sequences: int) -> tuple[data.Batch | None, Exception | None]:
-    """This rank's rows of the next step, or the problem: it is agreed on before any rank enters a collective."""
-    try:
-        return stream.next_batch(sequences), None
-    except (data.DataError, OSError) as e:
-        return None, e
-
-
-def agree_on_step(
-    run: Run, s: Settings, agree, store: Store, batch: data.Batch | None, problem: Exception | None
-) -> tuple[str | None, bool, int]:
+def agree_on_step(run: Run, s: Settings, agree, store: Store, batch, problem) -> tuple[str | None, bool, int]:
     """The control word: (reason to stop after this step or None, whether to save, valid tokens of all ranks).
 
     Rank 0's clock may also move the horizon; everything else in here is the same on all ranks."""
@@ -299,16 +284,17 @@ def evaluate(run: Run, s: Settings, agree, rows: int, final: bool = False) -> bo
 
 def print_sample(run: Run, s: Settings, device):
     """A text that continues sample_prompt. All ranks compute it alike, since the weights are spread over them."""
-    tokenizer, began = run.stream.tokenizer, time.monotonic()
-    if not s.sample_tokens or tokenizer.kind == "ids":
+    began = time.monotonic()
+    if not s.sample_tokens or run.stream.tokenizer.kind == "ids":
         return
-    prompt = tokenizer.encode(s.sample_prompt) or [tokenizer.eot or 0]
     run.net.eval()
     pad = s.max_len if run.net.compiled else 64
-    ids = sample.generate(run.net, prompt, s.sample_tokens, s.max_len, device, pad=pad)
+    text = sample.text(
+        run.net, s.sample_prompt, run.stream.tokenizer, s.sample_tokens, s.max_len, device, pad=pad
+    )
     model.back_to_training(run.net)
     run.budget.paused("sample", time.monotonic() - began)
-    run.metrics.sample(run.step, s.sample_prompt + tokenizer.decode(ids))
+    run.metrics.sample(run.step, text)
 
 
 def tensors(run: Run) -> tuple[dict, dict]:
@@ -346,21 +332,17 @@ def note_saves(run: Run, store: Store):
 
 def complete(run: Run, s: Settings, log) -> bool:
     """Whether the folder holds a finished run: there is nothing to do but what a kill left out of its export."""
-    report = os.path.join(s.out_dir, "report.json")
-    if run.step < run.horizon.end_step or not os.path.exists(report):
+    end, report = run.horizon.end_step, os.path.join(s.out_dir, "report.json")
+    if run.step < end or track.reported(report) != run.step:
         return False
-    with open(report, encoding="utf-8") as f:
-        done = json.load(f).get("step") == run.step
-    if done:
-        longer = "target_tokens" if s.target_tokens else "total_steps"
-        longer = (
-            f"{longer} (with --allow_change={longer})" if run.horizon.end_step >= s.steps else "max_hours"
-        )
-        log(
-            f"this run is complete: step {run.step} of {run.horizon.end_step}, see {report}. To train on, raise {longer}; "
-            "for another run choose another out_dir"
-        )
-    return done
+    longer = "target_tokens" if s.target_tokens else "total_steps"
+    longer = f"{longer} (with --allow_change={longer})" if end >= s.steps else "max_hours"
+    done, other = (
+        f"this run is complete: step {run.step} of {end}, see {report}",
+        "for another run choose another out_dir",
+    )
+    log(f"{done}. To train on, raise {longer}; {other}")
+    return True
 
 
 def finish(run: Run, s: Settings, agree, store: Store, planned: plan.Plan | None, log) -> dict:
@@ -378,13 +360,10 @@ def finish(run: Run, s: Settings, agree, store: Store, planned: plan.Plan | None
     )  # fmt: skip
     for line in planned.against(report) if planned else []:
         log(line)
-    pause = max((r["pause"] for r in store.receipts), default=0.0)
-    minutes = schedule.save_minutes_suggested(pause)
-    log(
-        f"a save held training up for {pause:.2f} s: save_minutes={minutes:.2g} loses least at a failure a day"
-    )
+    log(schedule.save_advice(max((r["pause"] for r in store.receipts), default=0.0)))
     log(f"the weights are in {store.export_folder}; talk to them: python sample.py {s.out_dir}")
-    return published(run, s, agree, store, upload_seconds(run, s, agree)) | {"val_loss": report["val_loss"]}
+    left = run.budget.left(time.monotonic())
+    return published(run, s, agree, store, left) | {"val_loss": report["val_loss"]}
 
 
 def export(run: Run, s: Settings, agree, store: Store):
@@ -399,22 +378,16 @@ def export_config(run: Run, s: Settings) -> dict:
     return {"format": "nova-1", "step": run.step, "settings": settings, "tokenizer": run.stream.metadata}
 
 
-def published(run: Run, s: Settings, agree, store: Store, seconds: float) -> dict:
-    """Complete the export and wait for the uploads, of an earlier launch too. -> facts for status.json"""
+def published(run: Run, s: Settings, agree, store: Store, left: float | None = None) -> dict:
+    """Complete the export and wait for the uploads, of an earlier launch too, in what is `left` of a budget, in seconds, if
+    anything was reserved for them there. -> facts for status.json"""
     files = {"report.json": os.path.join(s.out_dir, "report.json")}
     if run.stream.tokenizer.path:
         files["tokenizer.json"] = run.stream.tokenizer.path
     store.publish(files)
-    left = store.close(seconds, lambda: agree.signals.name is not None)
+    unpublished = store.close(store.patience(True, left), lambda: agree.signals.name is not None)
     run.metrics.close()
-    return {"step": run.step, "export": store.export_folder, "unpublished": left}
-
-
-def upload_seconds(run: Run, s: Settings, agree, stop: str | None = None) -> float:
-    """How long the end of a run (stop None), or of a launch, may wait for uploads."""
-    now, grace, signalled = time.monotonic(), startup.grace_seconds(), agree.signals.when
-    until_kill = signalled + grace - now if grace is not None and signalled else None
-    return upload_patience(stop in (None, "job_hours"), s.hub_patience, run.budget.left(now), until_kill)
+    return {"step": run.step, "export": store.export_folder, "unpublished": unpublished}
 
 
 # --- the drill -----------------------------------------------------------------------------------------------------
@@ -424,35 +397,19 @@ def drill(run: Run, s: Settings, agree, store: Store, log) -> dict:
     """`--drill`: the whole cycle once, in a folder of its own (launch/drill.py). Nothing stays on the Hub, and of a drill that
     passed neither checkpoints nor export on the disk. -> facts for status.json"""
 
-    def train_to(step: int) -> list[float]:
-        if (stop := loop(run, s, agree, store, log, step)) not in (None, "stop_at"):
-            raise startup.Stopped(stop, f"stopped by {stop} in a drill: nothing to resume, give it again")
-        return list(run.metrics.totals.losses)[-2:]
-
-    def save_whole():
-        save(run, s, agree, store, "latest", wait=True)
-        if store.failures:
-            raise startup.StartupError(f"drill: the save failed: {store.failures[-1]}")
-
-    def load_in_place():
+    def reload():
         path = os.path.join(store.folder.path, store.parent.split("/")[-1])
         saved = Saved(path, read_state(path), branch=False, changed=set())
         run.stream.load_state(saved.state["data"])
         resume(run, s, agree, store, saved, log)
 
-    exact = agree.device.type == "cpu" or s.deterministic
-    look, write = partial(evaluate, run, s, agree, s.eval_rows), partial(export, run, s, agree, store)
-    seconds = {"start-up": run.metrics.used()}
-    losses = drills.drill(train_to, look, save_whole, load_in_place, write, exact, seconds)
-    store.close()
-    if rate := store.trial():
-        seconds["upload of a checkpoint"] = store.receipts[-1]["bytes"] / rate
-    for part, value in seconds.items():
-        log(f"drill: {part:24} {value:8.2f} s")
-    store.clear()
-    how = "to the bit" if exact else "to rounding"
-    log(f"drill passed: the two losses after a reload are those before it, {how}: {losses}")
-    return {"step": run.step, "drill": {k: round(v, 3) for k, v in seconds.items()}}
+    frame, exact = (run, s, agree, store), agree.device.type == "cpu" or s.deterministic
+    seconds = drills.drill(
+        train=partial(loop, *frame, log), evaluate=partial(evaluate, run, s, agree, s.eval_rows),
+        save=partial(save, *frame, "latest", wait=True), reload=reload, export=partial(export, *frame),
+        store=store, metrics=run.metrics, exact=exact, log=log,
+    )  # fmt: skip
+    return {"step": run.step, "drill": seconds}
 
 
 if __name__ == "__main__":

@@ -8,16 +8,18 @@ import json
 import os
 import time
 
-from .failures import StartupError
+from .failures import StartupError, Stopped
 
 STEPS = 4  # before the save; two more are done twice, before and after the load
 
 
-def drill(train, evaluate, save, load, export, exact: bool, seconds: dict[str, float]) -> list[float]:
-    """The two losses after the reload. Raises StartupError unless they are those before it: to the bit if `exact`.
+def drill(train, evaluate, save, reload, export, store, metrics, exact: bool, log) -> dict[str, float]:
+    """{part: seconds}. Raises StartupError unless the two losses after the reload are those before it (to the bit if
+    `exact`), and HubError where the Hub takes no file.
 
-    train(step) trains to that step and returns its last two losses; the others take nothing. `seconds` of each part are
-    filled in."""
+    train(stop_at) trains up to that step and says why it stopped; the other parts take nothing. Nothing stays on the Hub,
+    and of a drill that passed neither checkpoints nor export on the disk."""
+    seconds = {"start-up": metrics.used()}
 
     def timed(part: str, call):
         began = time.monotonic()
@@ -25,16 +27,31 @@ def drill(train, evaluate, save, load, export, exact: bool, seconds: dict[str, f
         seconds[part] = time.monotonic() - began
         return value
 
-    timed(f"{STEPS} steps", lambda: train(STEPS))
+    def losses_to(step: int) -> list[float]:
+        if (stop := train(step)) not in (None, "stop_at"):
+            raise Stopped(stop, f"stopped by {stop} in a drill: nothing to resume, give it again")
+        return list(metrics.totals.losses)[-2:]
+
+    timed(f"{STEPS} steps", lambda: losses_to(STEPS))
     timed("evaluation", evaluate)
     timed("save", save)
-    before = timed("2 steps", lambda: train(STEPS + 2))
-    timed("load in place", load)
-    after = timed("2 steps after it", lambda: train(STEPS + 2))
+    if store.failures:
+        raise StartupError(f"drill: the save failed: {store.failures[-1]}")
+    before = timed("2 steps", lambda: losses_to(STEPS + 2))
+    timed("load in place", reload)
+    after = timed("2 steps after it", lambda: losses_to(STEPS + 2))
     if max(abs(a - b) for a, b in zip(before, after, strict=True)) > (0 if exact else 1e-2):
         raise StartupError(f"drill: losses after the reload {after} are not those before it {before}")
     timed("export", export)
-    return before
+    store.close()
+    if rate := store.trial():  # no checkpoint of a drill is published: 16 MB tell the rate
+        seconds["upload of a checkpoint"] = store.receipts[-1]["bytes"] / rate
+    for part, value in seconds.items():
+        log(f"drill: {part:24} {value:8.2f} s")
+    store.clear()
+    how = "to the bit" if exact else "to rounding"
+    log(f"drill passed: the two losses after a reload are those before it, {how}: {before}")
+    return {part: round(value, 3) for part, value in seconds.items()}
 
 
 def drilled(out_dir: str) -> dict[str, float]:

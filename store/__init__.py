@@ -18,9 +18,8 @@ from .folder import check_shared_folder
 from .opening import Saved, open_store
 from .sealed import CheckpointError, read_state, verify
 from .store import Store
-from .uploads import UPLOAD_SECONDS, upload_patience
 
 __all__ = [
-    "UPLOAD_SECONDS", "CheckpointError", "Saved", "Store", "check_shared_folder", "open_store", "read_export", "read_model", "read_state",
-    "upload_patience", "verify",
+    "CheckpointError", "Saved", "Store", "check_shared_folder", "open_store", "read_export", "read_model", "read_state",
+    "verify",
 ]  # fmt: skip

@@ -34,7 +34,7 @@ from . import export, finder
 from .folder import ROTATED, SLACK, Folder, check_shared_folder
 from .saver import Saver
 from .sealed import CheckpointError
-from .uploads import OnHub, Uploads, check_write, owner_on_hub, patiently
+from .uploads import OnHub, Uploads, check_write, owner_on_hub, patiently, upload_patience
 
 
 class Store:
@@ -61,6 +61,7 @@ class Store:
         self.finder = finder.Finder(self.folder, agree, hub, publisher is not None, log)
         self.proven: str | None = None  # the checkpoint here whose hashes all ranks have compared
         self.receipts: list[dict] = []  # of all saves of this launch
+        self.warned = False  # that torchrun may kill a save
         self.saved_at = time.monotonic()  # of the newest save of this launch, or its start
 
     @classmethod
@@ -145,12 +146,12 @@ class Store:
             told = f"{size:.1f} MB in {seconds:.2f} s, training waited {pause * 1e3:.0f} ms"
             self.log(f"saved {receipt['name']}: {told}")
             need = slow_step() + pause + seconds
-            if self.grace is not None and need > self.grace:
+            if self.grace is not None and need > self.grace and not self.warned:
                 self.log(
                     f"WARNING: a step and a save take {need:.2g} s, and torchrun kills {self.grace:g} s after a signal: a stop "
                     f"may lose the work since the last save. Start it with --shutdown-timeout={math.ceil(need / 30) * 60}"
                 )
-                self.grace = None
+                self.warned = True
         failed = len(self.failures)  # known at once, not when one succeeds again
         if receipts or failed != self.agree.info.get("failed_saves", 0):
             saved = {"saved": receipts[-1]["step"]} if receipts else {}
@@ -175,6 +176,15 @@ class Store:
                 shutil.copy(path, os.path.join(self.export_folder, name))
         if self.uploads is not None:
             self.uploads.put_folder("", self.export_folder, "export")
+
+    def patience(self, ended: bool, left: float | None) -> float:
+        """Seconds that `close` may wait for uploads: at the end of a run or of its time (ended), or of a launch. left: of a
+        budget, where they were reserved."""
+        signalled = self.agree.signals.when
+        until_kill = (
+            signalled + self.grace - time.monotonic() if self.grace is not None and signalled else None
+        )
+        return upload_patience(ended, self.publisher.patience if self.publisher else 0.0, left, until_kill)
 
     def trial(self) -> float | None:
         """Bytes/s that the Hub takes, by 16 MB that do not stay there; None without a Hub."""

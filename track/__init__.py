@@ -15,9 +15,9 @@ from .evaluation import evaluate
 from .health import Diverged, OutOfMemory, Watcher, explained_memory
 from .meters import LossMeter, StepTimer, memory
 from .metrics import Metrics, MetricsError, Step
-from .rows import read_rows
+from .rows import read_rows, reported
 
 __all__ = [
     "Diverged", "LossMeter", "Metrics", "MetricsError", "OutOfMemory", "Step", "StepTimer", "Watcher", "draw", "evaluate",
-    "explained_memory", "memory", "read_rows",
+    "explained_memory", "memory", "read_rows", "reported",
 ]  # fmt: skip

@@ -51,6 +51,14 @@ def read_rows(path: str) -> list[dict]:
     return rows
 
 
+def reported(path: str) -> int | None:
+    """The step of a report.json, None where there is none."""
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as f:
+        return json.load(f).get("step")
+
+
 def last_step(path: str) -> int:
     """The last step that a metrics.jsonl has, -1 where there is none."""
     return max((row.get("step", -1) for row in read_rows(path)), default=-1)
