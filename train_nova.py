@@ -83,14 +83,12 @@ def train(s: Settings) -> dict:
         return finish(run, s, agree, store, planned, log)
     save(run, s, agree, store, "latest", wait=True)
     patience = store.patience(stop == "job_hours", run.budget.left(time.monotonic()))
-    store.close(
-        patience, lambda: agree.signals.name not in (None, stop)
-    )  # a first signal ends the wait at once
+    # a first signal ends the wait at once
+    store.close(patience, lambda: agree.signals.name not in (None, stop))
     run.metrics.close()
     saved = agree.info["saved"]
     how = "saved" if saved == run.step else f"NOT SAVED ({store.failures[-1]}), only step {saved} is"
-    text = f"stopped by {stop} after step {run.step}, {how}: the same command goes on"
-    raise startup.Stopped(stop, text)
+    raise startup.Stopped(stop, f"stopped by {stop} after step {run.step}, {how}: the same command goes on")
 
 
 # --- start-up ----------------------------------------------------------------------------------------------------
@@ -268,9 +266,6 @@ def accumulate(net, batch: data.Batch, meter: track.LossMeter, s: Settings, worl
         meter.add(token_loss, y, domain)
 
 
-# --- evaluation, samples, saves ------------------------------------------------------------------------------------
-
-
 def evaluate(run: Run, s: Settings, agree, rows: int, final: bool = False) -> bool:
     """Loss on `rows` held-out rows per domain. True when it is the best so far."""
     began = time.monotonic()
@@ -337,11 +332,7 @@ def complete(run: Run, s: Settings, log) -> bool:
         return False
     longer = "target_tokens" if s.target_tokens else "total_steps"
     longer = f"{longer} (with --allow_change={longer})" if end >= s.steps else "max_hours"
-    done, other = (
-        f"this run is complete: step {run.step} of {end}, see {report}",
-        "for another run choose another out_dir",
-    )
-    log(f"{done}. To train on, raise {longer}; {other}")
+    log(f"this run is complete: step {run.step} of {end}, see {report}. To train on, raise {longer}")
     return True
 
 
@@ -362,8 +353,8 @@ def finish(run: Run, s: Settings, agree, store: Store, planned: plan.Plan | None
         log(line)
     log(schedule.save_advice(max((r["pause"] for r in store.receipts), default=0.0)))
     log(f"the weights are in {store.export_folder}; talk to them: python sample.py {s.out_dir}")
-    left = run.budget.left(time.monotonic())
-    return published(run, s, agree, store, left) | {"val_loss": report["val_loss"]}
+    facts = published(run, s, agree, store, run.budget.left(time.monotonic()))
+    return facts | {"val_loss": report["val_loss"]}
 
 
 def export(run: Run, s: Settings, agree, store: Store):
@@ -379,8 +370,7 @@ def export_config(run: Run, s: Settings) -> dict:
 
 
 def published(run: Run, s: Settings, agree, store: Store, left: float | None = None) -> dict:
-    """Complete the export and wait for the uploads, of an earlier launch too, in what is `left` of a budget, in seconds, if
-    anything was reserved for them there. -> facts for status.json"""
+    """Complete the export; wait for uploads, in what is `left` of a budget, in seconds. -> facts for status.json"""
     files = {"report.json": os.path.join(s.out_dir, "report.json")}
     if run.stream.tokenizer.path:
         files["tokenizer.json"] = run.stream.tokenizer.path
@@ -390,12 +380,8 @@ def published(run: Run, s: Settings, agree, store: Store, left: float | None = N
     return {"step": run.step, "export": store.export_folder, "unpublished": unpublished}
 
 
-# --- the drill -----------------------------------------------------------------------------------------------------
-
-
 def drill(run: Run, s: Settings, agree, store: Store, log) -> dict:
-    """`--drill`: the whole cycle once, in a folder of its own (launch/drill.py). Nothing stays on the Hub, and of a drill that
-    passed neither checkpoints nor export on the disk. -> facts for status.json"""
+    """`--drill`: the whole cycle once, in a folder of its own. -> facts for status.json"""
 
     def reload():
         path = os.path.join(store.folder.path, store.parent.split("/")[-1])
