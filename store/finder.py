@@ -118,11 +118,15 @@ class Finder:
 
 def load(path: str, shared: dict, own: dict, agree, group, verified: bool) -> tuple[dict, dict, bool]:
     """(manifest, state, whether `own` was filled): see Store.load. `verified`: its hashes are known to fit."""
-    problem = None
+    problem, mine = None, {}
     try:
         manifest = read_manifest(path) if verified else verify(path, agree.rank, agree.world)
         state = read_state(path)
         compare(saved_tensors(os.path.join(path, "tensors")), shared, path)
+        file = os.path.join(path, f"own/rank-{agree.rank:05d}.safetensors")
+        fits = manifest["world"] == agree.world and manifest["layout"] == layout_of(shared)
+        if fits and os.path.exists(file):
+            mine = load_file(file)
     except CheckpointError as e:
         problem = e
     except (OSError, ValueError, KeyError) as e:
@@ -133,14 +137,6 @@ def load(path: str, shared: dict, own: dict, agree, group, verified: bool) -> tu
         dcp.load({k: v.detach() for k, v in shared.items()}, storage_reader=reader, process_group=group)
     except CheckpointException as e:
         problem = CheckpointError(f"{path} could not be read: {e.failures}")
-    agree.verdict(problem, "load")
-    file, mine = os.path.join(path, f"own/rank-{agree.rank:05d}.safetensors"), {}
-    fits = manifest["world"] == agree.world and manifest["layout"] == layout_of(shared)
-    try:
-        if fits and os.path.exists(file):
-            mine = load_file(file)
-    except (OSError, ValueError) as e:
-        problem = CheckpointError(f"{file} could not be read: {e}")
     agree.verdict(problem, "load")
     form, saved = ({k: (v.dtype, v.shape) for k, v in part.items()} for part in (own, mine))
     fits = all(agree.gather(bool(fits and form == saved)))

@@ -46,6 +46,7 @@ class Store:
     def __init__(self, folder: str, agree, log=print, keep=2, resume="auto", publisher=None, grace=None):
         self.folder, self.agree, self.log = Folder(folder, keep, log), agree, log
         self.publisher, self.resume, self.grace = publisher, resume, grace
+        self.export_folder = os.path.join(os.path.dirname(self.folder.path), "export")
         problem = None
         if agree.rank == 0:
             try:
@@ -92,10 +93,6 @@ class Store:
     def parent(self) -> str | None:
         """RUN/NAME of the checkpoint that this state comes from, by a save or a load."""
         return self.saver.parent
-
-    @property
-    def export_folder(self) -> str:
-        return os.path.join(os.path.dirname(self.folder.path), "export")
 
     def room(self, size: float) -> int:
         """Bytes that checkpoints of `size` bytes may still take here: those of each kind that rotation keeps, a final one

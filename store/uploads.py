@@ -14,10 +14,9 @@ import time
 from .folder import ROTATED, SLACK, by_serial
 from .sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify, write_text
 
+KEPT = ("milestone", "final")  # kinds of which each one goes to the Hub
 PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
-UPLOAD_SECONDS = (
-    4 * 3600
-)  # a finished run waits this long for its last uploads; what is not there by then stays local
+UPLOAD_SECONDS = 4 * 3600  # a finished run waits this long for its last uploads; the rest stays local
 STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
 
 
@@ -169,9 +168,6 @@ class OnHub:
                 self.publisher.delete(self.prefix(stale))
             except OSError as e:
                 self.log(f"{stale} could not be deleted on the Hub: {e}")
-
-
-KEPT = ("milestone", "final")  # kinds of which each one goes to the Hub
 
 
 def shown(prefix: str) -> str:
