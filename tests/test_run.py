@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, tiny_settings
-from workers import Rank
 
-import train_nova
+import plan
+from launch import drill
 from launch.failures import StartupError
+from store import Store
+from store.uploads import UPLOAD_SECONDS
 from track import health as watch
 from track import metrics
 
@@ -238,31 +240,27 @@ def test_stop_at_and_job_hours_stop_resumable_without_changing_the_curve(world, 
 
 def test_a_stopped_launch_waits_for_uploads_no_longer_than_torchrun_waits_for_it(monkeypatch):
     """Else it is killed with a saved checkpoint and a status that says running."""
-    run = train_nova.Run(tiny_settings(hub_patience=240), Rank(), print, torch.device("cpu"))
-    run.agree.signals = SimpleNamespace(when=1000.0)
-    run.budget = SimpleNamespace(left=lambda now: 500.0)
-    monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: 60.0)
+    agree, hub = SimpleNamespace(signals=SimpleNamespace(when=1000.0)), SimpleNamespace(patience=240.0)
 
-    def seconds(stop, now):
-        monkeypatch.setattr(train_nova.time, "monotonic", lambda: now)
-        return train_nova.upload_seconds(run, stop)
+    def seconds(now, left, ended=False, grace=60.0):
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        return Store.patience(SimpleNamespace(agree=agree, publisher=hub, grace=grace), ended, left)
 
-    assert seconds("SIGTERM", 1020.0) == 30.0
-    assert seconds("SIGTERM", 1070.0) == 0.0
-    assert seconds("job_hours", 1020.0) == 500.0
-    for left, patience in ((None, train_nova.UPLOAD_SECONDS), (300.0, 300.0), (-5.0, 240.0)):
-        run.budget.left = lambda now, left=left: left
-        assert seconds(None, 1020.0) == patience, "the end of the run keeps its budget"
-    monkeypatch.setattr(train_nova.startup, "grace_seconds", lambda: None)
-    assert seconds("SIGTERM", 1020.0) == 240.0, "plain python: nobody kills"
+    assert seconds(1020.0, 500.0) == 30.0
+    assert seconds(1070.0, 500.0) == 0.0
+    assert seconds(1020.0, 500.0, ended=True) == 500.0, "job_hours: they were reserved for it"
+    for left, patience in ((None, UPLOAD_SECONDS), (300.0, 300.0), (-5.0, 240.0)):
+        assert seconds(1020.0, left, ended=True) == patience, "the end of the run keeps its budget"
+    assert seconds(1020.0, 500.0, grace=None) == 240.0, "plain python: nobody kills"
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
 def test_out_of_memory_in_any_stage_names_the_settings_and_is_not_retried(error):
-    run = train_nova.Run(tiny_settings(), Rank(), print, torch.device("cpu"))
-    planned = train_nova.plan_of(run)
+    settings, lines = tiny_settings(), []
+    planned = plan.of_device(settings, 1, torch.device("cpu"), lines.append)
+    assert lines == planned.lines()
     with pytest.raises(watch.OutOfMemory, match="(?s)at step 4.*memory/GPU.*micro_batch=4.*selective") as e:
-        with watch.explained_memory(run.settings, planned, lambda: 3):
+        with watch.explained_memory(settings, planned, lambda: 3):
             raise error
     assert e.value.exit_code == 70
 
@@ -418,18 +416,24 @@ def test_drill_proves_the_cycle_in_a_folder_of_its_own(world, uninterrupted):
     assert "deleted its checkpoints and export" in output
     left = {p.name for p in (world[0] / "whole" / "drill").iterdir()}
     assert "metrics.jsonl" in left and not left & {"checkpoints", "export"}, "100 GB of the real run's disk"
-    assert train_nova.drilled(str(world[0] / "whole"))["whole save"] > 0
+    assert drill.drilled(str(world[0] / "whole"))["whole save"] > 0
 
 
-def test_a_drill_whose_save_fails_says_why(monkeypatch):
-    agree = SimpleNamespace(rank=0, world=1)
+def test_a_drill_whose_save_fails_says_why():
     store = SimpleNamespace(failures=["step 4 (latest): rank 0: No space left on device"])
-    run = train_nova.Run(tiny_settings(), agree, print, torch.device("cpu"))
-    run.store, run.metrics = store, SimpleNamespace(used=lambda: 0.0, losses=[])
-    for name in ("loop", "evaluate", "save"):
-        monkeypatch.setattr(train_nova, name, lambda *a, **k: None)
+    metrics = SimpleNamespace(used=lambda: 0.0, totals=SimpleNamespace(losses=[2.0, 1.0]))
+    done = lambda *_: None  # noqa: E731 (what is handed in, up to the save)
     with pytest.raises(StartupError, match="drill: the save failed: step 4 .*No space left"):
-        train_nova.drill(run)
+        drill.drill(done, done, done, None, None, store, metrics, exact=True, log=print)
+
+
+def test_a_drill_whose_losses_differ_after_the_reload_fails():
+    """To the bit where that can be, else within a hundredth."""
+    done, store = (lambda *_: None), SimpleNamespace(failures=[])
+    totals = SimpleNamespace(losses=[2.0, 1.0])
+    metrics, change = SimpleNamespace(used=lambda: 0.0, totals=totals), lambda: totals.losses.append(1.001)
+    with pytest.raises(StartupError, match="after the reload .*1.001.* are not those before"):
+        drill.drill(done, done, done, change, done, store, metrics, exact=True, log=print)
 
 
 @pytest.mark.slow
