@@ -105,18 +105,16 @@ def step_of(device: Device, layers: int, batch: int | None = None, **changes) ->
     peak = device.peak()
     update = device.time(lambda: trainer.update(0.01), min(3, device.rounds))
     planned = plan.plan(settings, 1, "h200").memory["peak"]
-    return dict(
-        micro=micro, update=update, peak=peak, planned=planned, first=first, tokens=x.numel(), flops=trainer.flops
-    )  # fmt: skip
+    times = dict(micro=micro, update=update, first=first)
+    return dict(**times, peak=peak, planned=planned, tokens=x.numel(), flops=trainer.flops)
 
 
 def case_environment(report: Report, device: Device, found: dict):
     """The device and the matmul rates it reaches at the FFN's shape: the ceiling of everything below."""
     s = device.size
     n, d, f = s["batch"] * s["context"], s["d"], s["ffn"]
-    facts = dict(
-        device=torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu", torch=torch.__version__
-    )
+    name = torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu"
+    facts = dict(device=name, torch=torch.__version__)
     a, b = (torch.randn(shape, device=device.type).bfloat16() for shape in ((n, d), (f, d)))
     facts["bf16_TF"] = 2 * n * d * f / min(device.time(lambda: a @ b.t())) / 1e12
     if device.type == "cuda":
@@ -179,9 +177,7 @@ def case_blocks(report: Report, device: Device, found: dict):
         try:
             shallow, deep = step_of(device, low, **changes), step_of(device, high, **changes)
         except Exception as e:  # out of memory, a compiler's or a kernel's error: the next one may run
-            report.fact(
-                "gpu/block", configuration=name, failed=f"{type(e).__name__}: {e}".splitlines()[0][:160]
-            )
+            report.fact("gpu/block", configuration=name, failed=failure(e))
             continue
         a, b = (statistics.median(r["micro"]) for r in (shallow, deep))
         block, bytes_block = (b - a) / (high - low), (deep["peak"] - shallow["peak"]) / (high - low)
@@ -202,6 +198,10 @@ def case_blocks(report: Report, device: Device, found: dict):
             report.row(compare(f"gpu/{high}layers", times, name, "bf16", deep["tokens"], "tok/s"))
 
 
+def failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def best(found: dict) -> str | None:
     """The fastest configuration without recomputation that computes the default attention."""
     usable = [n for n in ("bf16", "fp8-tensorwise", "fp8-rowwise", "fp8-gw_hp", "bf16-eager") if n in found]
@@ -214,10 +214,10 @@ def case_depth(report: Report, device: Device, found: dict):
     if name is None:
         return report.fact("gpu/depth", skipped="no_configuration_ran")
     r = found[name]
-    fits = device.size["depth"]
+    layers = device.size["depth"]
     if r["bytes_block"] > 0:
         fits = int((HEADROOM * device.total() - r["bytes_rest"]) / (r["bytes_block"] * 1.02))
-    layers = max(1, min(device.size["depth"], fits))
+        layers = max(1, min(layers, fits))
     predicted, peak = r["rest"] + layers * r["block"], r["bytes_rest"] + layers * r["bytes_block"]
     torch._dynamo.reset()
     deep = step_of(device, layers, **CONFIGURATIONS[name])
@@ -239,9 +239,8 @@ def case_depth(report: Report, device: Device, found: dict):
             report.fact("gpu/micro_batch", micro_batch=batch, layers=low, failed="out_of_memory")
             continue
         rate = more["tokens"] / statistics.median(more["micro"])
-        report.fact(
-            "gpu/micro_batch", micro_batch=batch, layers=low, peak_GiB=more["peak"] / 2**30, **{"tok/s": rate}
-        )
+        facts = {"peak_GiB": more["peak"] / 2**30, "tok/s": rate}
+        report.fact("gpu/micro_batch", micro_batch=batch, layers=low, **facts)
         return
 
 
@@ -277,10 +276,8 @@ def case_extrapolate(report: Report, device: Device, found: dict):
     """From the slopes to the full depth on 8 GPUs: measured compute, plan.py's traffic. Not a measurement."""
     for name in {"bf16", best(found)} & set(found):
         r = found[name]
-        settings = load_settings(
-            [os.path.join(HERE, "config", "h200_8x.py"), "--vocab_size=65536", "--data=python"],
-            environ={},
-        )
+        config = os.path.join(HERE, "config", "h200_8x.py")
+        settings = load_settings([config, "--vocab_size=65536", "--data=python"], environ={})
         settings.micro_batch = device.size["batch"] if device.size is FULL else settings.micro_batch
         p = plan.plan(settings, 8, "h200")
         micro = r["rest"] + settings.n_layers * r["block"]
@@ -316,7 +313,7 @@ def run(report: Report, options) -> int:
             case(report, device, found)
         except Exception as e:  # the other cases still count
             failures += 1
-            report.fact(f"gpu/{name}", failed=f"{type(e).__name__}: {e}".splitlines()[0][:200])
+            report.fact(f"gpu/{name}", failed=failure(e))
         device.clean()
     report.fact("gpu/done", failures=failures, seconds_left=device.left())
     return 1 if failures else 0

@@ -81,9 +81,8 @@ class Encoder(nn.Module):
     def __init__(self, vocab: int, d: int, layers: int, heads: int, context: int):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, d), nn.Embedding(context, d)
-        layer = nn.TransformerEncoderLayer(
-            d, heads, 4 * d, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
+        options = dict(dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(d, heads, 4 * d, **options)
         self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(d), enable_nested_tensor=False)
         for p in self.parameters():
             if p.ndim == 2:
@@ -121,10 +120,7 @@ class SeedBlock(nn.Module):
         self.attn_norm, self.ffn_norm = Scale(d), Scale(d)
         self.q_norm, self.k_norm, self.h_norm = Scale(self.hd), Scale(self.hd), Scale(self.hd)
         self.ls_a, self.ls_f = nn.Parameter(torch.full((d,), 0.1)), nn.Parameter(torch.full((d,), 0.1))
-        self.diff_lambda, self.head_gate = (
-            nn.Parameter(torch.full((heads,), 0.8)),
-            nn.Parameter(torch.ones(heads)),
-        )
+        self.diff_lambda, self.head_gate = (nn.Parameter(torch.full((heads,), v)) for v in (0.8, 1.0))
         for linear in (self.qkv, self.gate, self.up):
             nn.init.normal_(linear.weight, std=0.02)
         for linear in (self.o_proj, self.down):
@@ -157,9 +153,7 @@ class SeedBlock(nn.Module):
 class Seed(nn.Module):
     """The seed's model. forward(ids, targets) shifts inside, as the seed does: position t is scored on targets t+1."""
 
-    def __init__(
-        self, vocab: int, d: int, layers: int, heads: int, kv_heads: int, ffn: int, context: int, tied=True
-    ):
+    def __init__(self, vocab, d, layers, heads, kv_heads, ffn, context, tied=True):
         super().__init__()
         self.embed = nn.Embedding(vocab, d)
         self.layers = nn.ModuleList(SeedBlock(d, layers, heads, kv_heads, ffn) for _ in range(layers))
@@ -245,28 +239,24 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, x, y) -> float:
         """Mean loss over x, y (N, T)."""
-        return sum(
-            self.loss(a, b).item() * len(a) for a, b in zip(x.split(50), y.split(50), strict=True)
-        ) / len(x)
+        parts = zip(x.split(50), y.split(50), strict=True)
+        return sum(self.loss(a, b).item() * len(a) for a, b in parts) / len(x)
 
 
-def nanogpt(vocab, d, layers, heads, context, bf16=False) -> Trainer:
-    """nanoGPT's model with its character-level recipe: AdamW 1e-3, betas 0.9, 0.99, decay 0.1, clip 1."""
-    model = GPT(vocab, d, layers, heads, context)
+def by_character(kind, vocab, d, layers, heads, context, bf16=False) -> Trainer:
+    """A model with nanoGPT's character-level recipe: AdamW 1e-3, betas 0.9, 0.99, decay 0.1, clip 1."""
+    model = kind(vocab, d, layers, heads, context)
     return Trainer(model, [adamw(model.parameters(), 1e-3, (0.9, 0.99))], bf16)
 
 
-def encoder(vocab, d, layers, heads, context, bf16=False) -> Trainer:
-    model = Encoder(vocab, d, layers, heads, context)
-    return Trainer(model, [adamw(model.parameters(), 1e-3, (0.9, 0.99))], bf16)
+nanogpt, encoder = partial(by_character, GPT), partial(by_character, Encoder)
 
 
 def seed(vocab, d, layers, heads, kv_heads, ffn, context, bf16=False) -> Trainer:
     """The seed's model and optimizers; its Muon as it would run if its sharded gradients were matrices. In bf16 the
     parameters are bf16 too, as in the seed (`model.to(bf16)` under autocast)."""
-    model = Seed(vocab, d, layers, heads, kv_heads, ffn, context).to(
-        torch.bfloat16 if bf16 else torch.float32
-    )
+    model = Seed(vocab, d, layers, heads, kv_heads, ffn, context)
+    model = model.bfloat16() if bf16 else model
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return Trainer(model, [SeedMuon(matrices), adamw(rest, 2e-4, (0.9, 0.95))], bf16)
@@ -277,9 +267,6 @@ def gpt_schedule(step: int, steps: int, warmup=100, floor=0.1) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-# --- loaders ------------------------------------------------------------------------------------------------
 
 
 def window_loader(path: str, batch: int, context: int):
@@ -317,9 +304,6 @@ def torch_loader(paths: list[str], batch: int):
     loader = torch.utils.data.DataLoader(Rows(paths), batch_size=batch, shuffle=True, drop_last=True)
     batches = (b for _ in iter(int, 1) for b in loader)
     return partial(next, batches)
-
-
-# --- Muon, the short way ------------------------------------------------------------------------------------
 
 
 class RepeatMuon(torch.optim.Optimizer):
