@@ -189,7 +189,7 @@ def case_data(report: Report, options):
             dict(SIZES["tiny"], vocab=50304, context=context, batch=batch), data=folder, domains=["text"], val_rows=4,
             eval_rows=4, final_eval_rows=4,
         )  # fmt: skip
-        stream = data.open_stream(settings, tools.Alone(), log=tools.quiet)
+        stream = data.open_stream(settings, tools.alone(), log=tools.quiet)
         loaders = {
             "nova": lambda: stream.next_batch(batch),
             "nanogpt-get_batch": peers.window_loader(os.path.join(folder, "all.bin"), batch, context),
@@ -220,7 +220,7 @@ def case_checkpoint(report: Report, options):
     shared = {**{f"model.{n}": p.detach() for n, p in trainer.model.named_parameters()}, **state}
     size = sum(t.numel() * t.element_size() for t in shared.values())
     folder = tempfile.mkdtemp(prefix="bench-checkpoint-")
-    saves = Store(os.path.join(folder, "nova"), tools.Alone(), keep=1, log=tools.quiet)
+    saves = Store(os.path.join(folder, "nova"), tools.alone(), keep=1, log=tools.quiet)
     pauses, walls, step = [], [], 0
 
     def ours():
@@ -256,19 +256,17 @@ def until(pattern: str, command: list[str], deadline: float = 300) -> float:
     """Seconds until the command prints a line that matches; it is ended there."""
     start, environ = time.perf_counter(), {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = subprocess.Popen(command, cwd=HERE, env=environ, **output)
     lines = []
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if re.search(pattern, line):
-                return time.perf_counter() - start
-            if time.perf_counter() - start > deadline:
-                break
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with subprocess.Popen(command, cwd=HERE, env=environ, **output) as process:
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if re.search(pattern, line):
+                    return time.perf_counter() - start
+                if time.perf_counter() - start > deadline:
+                    break
+        finally:
+            process.kill()
     raise RuntimeError(f"{' '.join(command)} never printed {pattern!r}:\n" + "".join(lines[-20:]))
 
 

@@ -41,10 +41,9 @@ class AdamW8bit(torch.optim.Optimizer):
             piece.data = local(p)  # FSDP may have moved the rows to padded storage since
             piece.grad = None if p.grad is None else local(p.grad)
         self.inner.step()
+        self.inner.zero_grad()
         for p in self.rowless:
             self.rowless[p] += p.grad is not None
-        for piece in self.pieces.values():
-            piece.grad = None
 
     def codes(self, p: Tensor) -> dict[str, Tensor]:
         """This rank's live 8-bit codes and scales of `p`; empty where moments are 32-bit."""
@@ -81,9 +80,8 @@ class AdamW8bit(torch.optim.Optimizer):
         for i, moment in enumerate((exp_avg, exp_avg_sq), 1):
             values = local(moment)
             if mine:
-                quantised, scales = quantize(values, state[f"qmap{i}"])
+                values, scales = quantize(values, state[f"qmap{i}"])
                 state[f"absmax{i}"].copy_(scales)
-                values = quantised
             state[f"state{i}"].copy_(values)
 
 

@@ -35,14 +35,13 @@ def choose_attention(settings, device, log=print) -> str:
         if problem is None:
             for name, switch in SDPA_SWITCHES.items():  # where the pinned kernel cannot run, SDPA now raises
                 switch(name == kernel)
-            passed = f"; passed over: {'; '.join(problems)}" if problems else ""
-            log(f"attention={s.attention}: {form}{passed}")
+            log("; passed over: ".join([f"attention={s.attention}: {form}", *problems]))
             return "wide" if unequal else "padded"
         problems.append(f"{form}: {problem}")
+    cure = "a multiple of 16 helps; allow_math_attention=True accepts a slow kernel"
     raise bad(
-        s, "attention", f"no fast kernel runs with head_dim={s.head_dim} (a multiple of 16 helps; d_model and n_heads set "
-        f"it). allow_math_attention=True accepts the slow one. Tried {'; '.join(problems)}",
-    )  # fmt: skip
+        s, "attention", f"no fast kernel runs with head_dim={s.head_dim}: {cure}. Tried {'; '.join(problems)}"
+    )
 
 
 SDPA_SWITCHES = {
@@ -55,10 +54,7 @@ SDPA_SWITCHES = {
 
 def attention_problem(settings, device, kernel: str, unequal: bool) -> str | None:
     """None if `kernel` computes this model's attention in bf16 within 2e-2 of fp32 math, forward and backward."""
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
-    }  # fmt: skip
+    backend = next(v for name, v in SDPBackend.__members__.items() if name.startswith(kernel.upper()))
     s, T = settings, min(settings.max_len, 2048)  # the run's own length: kernels fail at some lengths only
     query_dim = s.head_dim // 2 if unequal else s.head_dim
     group = (2 if s.attention == "diff_v2" else 1) * s.n_heads // s.n_kv_heads
@@ -73,7 +69,7 @@ def attention_problem(settings, device, kernel: str, unequal: bool) -> str | Non
             return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
     try:
-        rounded, exact = results(torch.bfloat16, backends[kernel]), results(torch.float32, SDPBackend.MATH)
+        rounded, exact = results(torch.bfloat16, backend), results(torch.float32, SDPBackend.MATH)
         for got, want in zip(rounded, exact, strict=True):
             error = ((got.float() - want).norm() / want.norm()).item()
             if not error < 2e-2:

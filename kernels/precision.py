@@ -28,22 +28,20 @@ def bad(settings, name: str, problem: str) -> ModelError:
 def choose(settings, device) -> dict:
     """What "auto" means on this machine: {"fp8": bool, "compile": bool, "reasons": [sentence, …]}. Raises ModelError
     where "on" or True cannot be had."""
-    device = torch.device(device)
-    s, reasons = settings, []
+    s, device = settings, torch.device(device)
     gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     where = f"sm_{gpu[0]}{gpu[1]}" if gpu else device.type
 
     torchao = importlib.util.find_spec("torchao") is not None
     able = gpu is None or gpu >= (8, 9) or s.fp8_emulate  # the CPU's float8 is exact, and slow
     if s.use_fp8 == "on" and not (torchao and able):
-        missing = "float8 matmul (sm_89 and newer do)"
-        why = f"{where} has no {missing}" if torchao else "the package torchao is missing"
-        raise bad(s, "use_fp8", f"{why}; use off" + ("" if able else ", or fp8_emulate"))
+        lacks = f"{where} has no float8 matmul (sm_89 and newer do); use off, or fp8_emulate"
+        raise bad(s, "use_fp8", lacks if torchao else "the package torchao is missing; use off")
     fp8 = s.use_fp8 == "on" or (s.use_fp8 == "auto" and torchao and gpu is not None and gpu >= (9, 0))
     note = "" if torchao else " (no torchao)"
     if fp8 and gpu is None and not s.fp8_emulate:
         note = " (correct but about 30x slower than fp8_emulate)"
-    reasons.append(f"use_fp8={s.use_fp8}: {'float8' if fp8 else 'bf16'} matmuls on {where}{note}")
+    reasons = [f"use_fp8={s.use_fp8}: {'float8' if fp8 else 'bf16'} matmuls on {where}{note}"]
 
     if device.type == "cuda":
         found = importlib.util.find_spec("triton") is not None
@@ -72,30 +70,24 @@ def convert_fp8(model, settings, log=print):
     # costs 2 s: only where it is used
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     taken, skipped = [], {}
-
-    def wanted(module, name: str) -> bool:
-        if not isinstance(module, nn.Linear):
-            return False
+    for name, module in linear.items():
         if model.roles[f"{name}.weight"].kind != "block":
             skipped[name.rsplit(".", 1)[-1]] = "precision matters more than speed"
         elif any(n % 16 for n in module.weight.shape):
             skipped[name.split(".", 2)[-1]] = f"{tuple(module.weight.shape)} are no multiples of 16"
         else:
             taken.append(name)
-        return name in taken
-
     config = Float8LinearConfig.from_recipe_name(settings.fp8_recipe)
     config = dataclasses.replace(config, emulate=settings.fp8_emulate)
-    total = sum(isinstance(m, nn.Linear) for m in model.modules())
-    convert_to_float8_training(model, module_filter_fn=wanted, config=config)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in taken, config=config)
     if not taken and settings.use_fp8 == "on":
         raise bad(settings, "use_fp8", f"no block matrix has dimensions that are multiples of 16: {skipped}")
     model.fp8 = bool(taken)
-    log(
-        f"float8 ({settings.fp8_recipe}{', emulated' if settings.fp8_emulate else ''}): {len(taken)} of {total} linear "
-        f"layers" + "".join(f"; not {name} ({why})" for name, why in skipped.items())
-    )
+    recipe = f"float8 ({settings.fp8_recipe}{', emulated' if settings.fp8_emulate else ''})"
+    others = "".join(f"; not {name} ({why})" for name, why in skipped.items())
+    log(f"{recipe}: {len(taken)} of {len(linear)} linear layers{others}")
 
 
 def compile_blocks(model, settings, log=print):

@@ -41,22 +41,21 @@ class Layout:
         if not isinstance(p, DTensor):
             return
         mesh = p.device_mesh
-        # cpu_offload: rows live on the host, matrices are worked on here
-        if mesh.device_type != p.device.type:
+        if (
+            mesh.device_type != p.device.type
+        ):  # cpu_offload: rows live on the host, matrices are worked on here
             self.device = torch.device(mesh.device_type, getattr(torch, mesh.device_type).current_device())
         for i, placement in enumerate(p.placements):
-            part = (mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i))
             if mesh.size(i) == 1:
                 continue
+            part = mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i)
             if placement.is_replicate() and self.replicas == 1:
                 self.replica_group, self.replicas, self.replica = part
             elif placement.is_shard(0) and self.size == 1:
                 self.group, self.size, self.rank = part
             else:
-                raise MuonError(
-                    f"{name}: placements {p.placements} on mesh {tuple(mesh.shape)}; Muon takes rows sharded over one mesh "
-                    "dimension and copies over one more (fully_shard with a 1-D or 2-D mesh)"
-                )
+                takes = "Muon takes what fully_shard makes of a 1-D or 2-D mesh: rows over one dimension"
+                raise MuonError(f"{name}: placements {p.placements} on mesh {tuple(mesh.shape)}; {takes}")
 
     def heights(self, rows: int) -> list[int]:
         """Rows of a matrix on each rank, as torch.chunk deals them: the last ranks may hold fewer or none."""

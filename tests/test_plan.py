@@ -94,7 +94,7 @@ def compare(cases: dict, tolerance: float):
         world, changes = cases[name]
         s = tiny_settings(**{**SMALL, **changes})
         shard, accum = s.shard_size or world, s.grad_accum(world)
-        moments = memory_moments(s, plan.anatomy(s), s.micro_batch, shard, EAGER_CPU, accum)
+        moments = memory_moments(s, plan.Anatomy(s), s.micro_batch, shard, EAGER_CPU, accum)
         moments.pop("update")  # the tracker sees forward and backward; the update has a test of its own
         moment, parts, peak = memory_peak(moments, EAGER_CPU)
         ratio = peak / real["peak"]
