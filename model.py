@@ -21,9 +21,6 @@ CPU rounds scores and probabilities to bf16 between its products: kernels/cpu.py
 
 A parameter is given its `Role` where it is made. Counts, FLOPs, the plan, the optimizer table and the first step's proof
 are read from a model on the meta device: a change of architecture is an edit of this file (and of tests/reference.py).
-
-`build_model` applies everything in the one order that works: meta -> fp8 -> checkpointing and compile per block ->
-fully_shard per block and root -> to_empty -> init_weights. One rank takes the same path as a thousand.
 """
 
 import functools
@@ -233,9 +230,8 @@ EXPENSIVE = {getattr(torch.ops.aten, name).default for name in NAMES}
 
 
 def save_policy(ffn_hidden: int, context, operation, *inputs, **kwargs):
-    """Selective checkpointing: keep attention and the narrow matmuls, about 6.5 d_model values a token (the FFN's
-    hidden matmuls and every elementwise result are made again: a ninth of the step's FLOPs). A CPU's attention is made
-    again too: its products are many small ones."""
+    """Selective checkpointing: keep attention and the narrow matmuls, about 6.5 d_model values a token; the rest, a ninth
+    of the step's FLOPs, is made again. So is a CPU's attention: its products are many small ones."""
     if operation in EXPENSIVE and not (inputs[1].ndim == 2 and inputs[1].shape[-1] == ffn_hidden):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -243,10 +239,8 @@ def save_policy(ffn_hidden: int, context, operation, *inputs, **kwargs):
 
 def rows_loss(logits, targets, vocab: int, cap: float, z_loss: float, training: bool):
     """Of logits (n, padded vocab), which are overwritten, and targets (n,): cross-entropy (n,), 0 where ignored, and the
-    sum of the z-loss, both fp32; the gradient (n, padded vocab) in the logits' dtype, None unless training.
-
-    Elementwise work of many passes, which a compiler makes few (compile_blocks): the target's own entry is made apart,
-    so that nothing in between has to be stored."""
+    sum of the z-loss, both fp32; the gradient (n, padded vocab) in the logits' dtype, None unless training. The target's
+    own entry is made apart, so that a compiler has nothing in between to store."""
     dtype, valid, target = logits.dtype, targets >= 0, targets.clamp(min=0)[:, None]
     logits = logits.to(torch.promote_types(dtype, torch.float32))
     if cap:
@@ -273,9 +267,8 @@ class SoftcapCrossEntropy(torch.autograd.Function):
     """Sum of cross-entropy(cap * tanh(x W^T / cap)) + z_loss * logsumexp^2, without the (tokens, vocab) logits.
 
     Gradients are made chunk by chunk in forward, where the chunk's probabilities are at hand: at V 65,536 less time
-    than the whole loss (a checkpointed version takes twice as long) and a tenth of its memory. dW is summed in fp32.
-    torch.nn.functional.linear_cross_entropy does not serve: it has no soft-cap, computes its loss in the input's dtype
-    (bf16: 11.06 where fp32 gives 11.14) and, chunked, is several times slower.
+    than the whole loss and a tenth of its memory. dW is summed in fp32. torch's linear_cross_entropy does not serve: no
+    soft-cap, a loss in the input's dtype (bf16: 11.06 where fp32 gives 11.14), several times slower in chunks.
     """
 
     @staticmethod
@@ -368,8 +361,9 @@ class Nova(nn.Module):
                 logits = s.logit_softcap * torch.tanh(logits / s.logit_softcap)
             logits[..., s.vocab_size :] = -math.inf
             return logits
-        # a function's needs_input_grad does not know: evaluation would make dW
-        if not torch.is_grad_enabled():
+        if (
+            not torch.is_grad_enabled()
+        ):  # a function's needs_input_grad does not know: evaluation would make dW
             head = head.detach()
         options = s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk, self.rows_loss
         loss, token_loss = SoftcapCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten(), *options)
@@ -428,7 +422,8 @@ def init_weights(model, settings):
 
 
 def build_model(settings, mesh, device, log=print) -> Nova:
-    """The initialised, sharded model. `mesh` is 1-D, or 2-D ("replicate", "shard") for HSDP."""
+    """The initialised, sharded model, made in the one order that works: one rank takes the same path as a thousand.
+    `mesh` is 1-D, or 2-D ("replicate", "shard") for HSDP."""
     s, device = settings, torch.device(device)
     chosen = kernels.choose(s, device)
     for reason in chosen["reasons"]:
@@ -442,9 +437,8 @@ def build_model(settings, mesh, device, log=print) -> Nova:
     if chosen["compile"]:
         kernels.compile_blocks(model, s, log)
     # inputs as they are: the RoPE tables are fp32, and x is bf16 already
-    precision = fsdp.MixedPrecisionPolicy(
-        torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = fsdp.MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     offload = fsdp.OffloadPolicy()
     if s.cpu_offload:
         offload = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")

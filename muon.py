@@ -55,8 +55,9 @@ def orthogonalize(G: Tensor, coeffs=POLAR_EXPRESS, dtype=torch.bfloat16, scale: 
     With POLAR_EXPRESS singular values end in [0.86, 1.14] where they started above 1/1000 of the norm; 0 stays 0.
     """
     X = G.to(dtype)
-    # summed in fp32; its rounding is below the 2 %
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
+    norm = torch.linalg.vector_norm(
+        X, dim=(-2, -1), keepdim=True
+    )  # summed in fp32; its rounding is below the 2 %
     X = X / (1.02 * norm).clamp_min(1e-20)  # spectral norm <= 1
     tall = G.size(-2) > G.size(-1)
     X = X.mT.contiguous() if tall else X
@@ -102,9 +103,7 @@ def update_scale(shape) -> float:
     return 0.2 * math.sqrt(max(shape))
 
 
-def orthogonalize_blocks(
-    matrices: list[Tensor], heights: list[tuple[int, ...]], names: list[str], coeffs, dtype, watch=None
-) -> list[Tensor]:
+def orthogonalize_blocks(matrices, heights, names, coeffs, dtype, watch=None) -> list[Tensor]:
     """The update of each whole matrix (rows, columns), by row blocks of the given heights; small blocks of one shape share
     a batch. `watch`: see Muon."""
     blocks, labels = [], []
@@ -158,7 +157,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p.ndim != 2 or 0 in p.shape or not p.is_floating_point():
-                    needs = "Muon needs 2-D matrices; flat pieces come from FSDP1: shard with fully_shard"
+                    needs = "Muon needs whole 2-D matrices; flat ones are FSDP1's: use fully_shard"
                     raise MuonError(f"{name} has shape {tuple(p.shape)}, {p.dtype}: {needs}")
                 if p.is_meta:
                     raise MuonError(f"{name} is on the meta device: build optimizers once weights are real")
@@ -172,8 +171,9 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         tasks = [self._update(turn, *job) for turn, job in enumerate(self._plan())]
-        # four stages; the newest bucket first, so that its gather is under way
-        for k in range(len(tasks) + 3):
+        for k in range(
+            len(tasks) + 3
+        ):  # four stages; the newest bucket first, so that its gather is under way
             for task in reversed(tasks[max(0, k - 3) : k + 1]):
                 next(task, None)
 
@@ -319,8 +319,7 @@ def clip_grads(model: nn.Module, max_norm: float, scale: float = 1.0) -> Tensor:
         parts[(p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device].append(p)
         if p.grad is None and p.requires_grad:
             missing.append(name)
-    # its square is exact, as are sums over ranks
-    mark = float(zlib.crc32(" ".join(missing).encode()) & 0xFFFF)
+    mark = float(zlib.crc32(" ".join(missing).encode()) & 0xFFFF)  # its square and sums over ranks are exact
     square, alike = 0.0, True
     for params in parts.values():
         layout = Layout(params[0])
@@ -334,8 +333,9 @@ def clip_grads(model: nn.Module, max_norm: float, scale: float = 1.0) -> Tensor:
                 dist.all_reduce(total, group=group)
         sum_of_squares, marks, squared_marks = total.tolist()
         square += sum_of_squares / layout.replicas
-        # Cauchy-Schwarz: only if all are equal
-        alike &= layout.size * layout.replicas * squared_marks == marks**2
+        alike &= (
+            layout.size * layout.replicas * squared_marks == marks**2
+        )  # Cauchy-Schwarz: only if all are equal
     if not alike:
         raise MuonError(f"gradients are None on some ranks only; on this one: {missing or 'no gradient'}")
     norm = math.sqrt(square) * scale if square >= 0 else math.nan
@@ -369,9 +369,8 @@ def load_optimizer_state(model: nn.Module, optimizers: list, shared: dict, own: 
     with fp32 moments) 8-bit state is quantised anew from `shared`."""
     live, codes = optimizer_state(model, optimizers)
     for mine, given, what in ((live, shared, "shared"), (codes, own, "own")):
-        given = (
-            mine if given is None else {k: v for k, v in given.items() if k.startswith(("muon.", "adamw."))}
-        )
+        given = mine if given is None else given
+        given = {k: v for k, v in given.items() if k.startswith(("muon.", "adamw."))}
         both = mine.keys() & given.keys()
         wrong = (mine.keys() ^ given.keys()) | {k for k in both if mine[k].shape != given[k].shape}
         if wrong:

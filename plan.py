@@ -63,10 +63,6 @@ class Plan:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def exit_code(self) -> int:
-        return 2 if self.problems else 0
-
-    @property
     def assumed(self) -> dict:
         """What schedule.Budget may assume before it has measured its own saves: seconds."""
         upload = self.files["upload_seconds"] if self.files["publishes"] else 0.0
@@ -76,9 +72,8 @@ class Plan:
         """Plan beside measured, a line for each figure that `report` (metrics.facts) has."""
         memory, memory_name, mfu = report.get("memory_peak_gb"), "peak memory/GPU, GB", report.get("mfu")
         if memory is not None and self.facts["device"] == "cpu":
-            memory -= report.get("memory_before_model_gb", 0.0)  # Python and torch
-            # kernels too; this CPU's peak is measured
-            memory_name, mfu = "tensors; growth of process, GB", None
+            memory -= report.get("memory_before_model_gb", 0.0)  # Python, torch, kernels
+            memory_name, mfu = "tensors; growth of process, GB", None  # this CPU's peak is measured
         speed, step, rate = self.speed, "seconds_per_step", "tokens_per_second_per_gpu"
         rows = (
             ("parameters", self.parameters["total"], report.get("parameters"), number),
@@ -97,9 +92,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for a person."""
         f, memory, s, m, c = self.facts, self.memory, self.speed, self.money, self.files
-        price = (
-            "" if f["device"] == "cpu" else f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour"
-        )
+        price = f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour" * (f["device"] != "cpu")
         total = self.parameters["total"]
         classes = "  ".join(f"{k} {number(v)}" for k, v in self.parameters.items() if k != "total" and v)
         parts = "  ".join(f"{k} {v / GB:.2f}" for k, v in memory["parts"].items() if v >= 0.005 * GB)
@@ -160,10 +153,9 @@ class Anatomy:
         self.flops_per_token = model.flops_per_token(settings, settings.ctx_end_len)
 
 
-# Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden). All but
-# one row are exact counts of model.py's block (tests: what autograd, or the compiler's partitioner, saves). "cuda eager"
-# is counted by hand: a GPU's RMSNorm is one kernel and keeps its bf16 input instead of fp32 copies. A CPU's attention
-# keeps its probabilities besides (kernels/cpu.py).
+# Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden): exact
+# counts of model.py's block (tests: what autograd, or the compiler's partitioner, saves), but "cuda eager" by hand: a GPU's
+# RMSNorm keeps its bf16 input instead of fp32 copies. A CPU's attention keeps its probabilities besides (kernels/cpu.py).
 SAVED = {
     "cuda compiled": {"standard": (18, 6, 6), "diff": (20, 8, 6), "diff_v2": (24, 6, 6)},
     "cuda eager": {"standard": (22, 8, 8), "diff": (28, 10, 8), "diff_v2": (30, 8, 8)},
@@ -250,9 +242,10 @@ def memory_peak(moments: dict, chosen: dict) -> tuple[str, dict, float]:
 
 def optimizer_seconds(body: Anatomy, gpu: Gpu, gpus: int, shard: int) -> dict:
     """Seconds of the optimizer step: Muon split over all ranks, its traffic, and the elementwise rest."""
-    work = sorted((muon.orthogonalize_flops(*m) for m in body.blocks), reverse=True)
     loads = [0.0] * gpus
-    for flops in work:  # longest first to the least loaded, as muon.py deals them
+    for flops in sorted(
+        (muon.orthogonalize_flops(*m) for m in body.blocks), reverse=True
+    ):  # longest first to the least loaded, as muon.py deals them
         loads[loads.index(min(loads))] += flops
     compute = max(loads) / (gpu.bf16 * ACHIEVED["muon"])
     link = gpu.link if gpus <= 8 else gpu.net
@@ -268,22 +261,22 @@ def step_seconds(settings, body: Anatomy, gpu: Gpu, gpus: int, shard: int, accum
     tokens = s.micro_batch * s.max_len
     linear = 6 * body.parameters["block"]
     head = 6 * s.padded_vocab_size * s.d_model
-    # MFU's convention counts all T x T scores; causal needs half
-    attention = max(0.0, per_token - linear - head) / 2
+    attention = max(0.0, per_token - linear - head) / 2  # MFU counts all T x T scores; causal needs half
     rate = gpu.bf16 * ACHIEVED["bf16"]
     block_rate = gpu.fp8 * ACHIEVED["fp8"] * FP8_GAIN[s.fp8_recipe] if chosen["fp8"] and gpu.fp8 else rate
-    softmax_rate = gpu.bf16 * ACHIEVED["attention"]
-    compute = tokens * (linear / block_rate + head / rate + attention * 7 / 6 / softmax_rate)
-    # of the blocks' forward
-    again = {"none": 0, "selective": 1 / 9, "full": 1 / 3}[s.activation_checkpointing]
+    compute = tokens * (
+        linear / block_rate + head / rate + attention * 7 / 6 / (gpu.bf16 * ACHIEVED["attention"])
+    )
+    again = {"none": 0, "selective": 1 / 9, "full": 1 / 3}[s.activation_checkpointing]  # of the blocks' FLOPs
     compute += again * tokens * linear / block_rate
     passes = 1.0 if chosen["compile"] else 2.6
     elementwise = passes * 3 * 2 * tokens * (8 * s.d_model + 2 * s.ffn_hidden) * s.n_layers
     # the loss: compiled, two readings of the bf16 logits and a gradient; eager, fourteen fp32 passes (model.rows_loss)
     elementwise += tokens * s.padded_vocab_size * (8 if chosen["compile"] else 60)
     compute += elementwise / (gpu.bandwidth * ACHIEVED["bandwidth"])
-    # NVLink inside a node, then one rail of the network per GPU
-    link = gpu.link if shard <= 8 else gpu.net * 8
+    link = (
+        gpu.link if shard <= 8 else gpu.net * 8
+    )  # NVLink inside a node, then one rail of the network per GPU
     gathers = 2 if s.reshard_after_forward else 1
     reduces = 1 if s.reduce_every_micro_step else 1 / accum
     volume = total * (shard - 1) / shard * (2 * gathers + 4 * reduces)  # bf16 gathers, fp32 reduce-scatter
@@ -405,18 +398,16 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
         share = money["budget_share"]
         bought = f"{money['budget_hours']:g} h buy about {100 * share:.0f} % of the {tokens}-token schedule"
         if s.max_hours and s.max_hours <= warmup:
-            result.problems.append(
-                f"max_hours={s.max_hours:g} end inside the warm-up, which takes {warmup:.2g} h: "
-                f"lower warmup_steps={s.warmup_steps}, or raise max_hours"
-            )
+            ends = f"max_hours={s.max_hours:g} end inside the warm-up, which takes {warmup:.2g} h"
+            result.problems.append(f"{ends}: lower warmup_steps={s.warmup_steps}, or raise max_hours")
         elif share < 1 and s.max_hours:
             warn(f"{bought}: the decay will be moved to end at about step {share * s.steps:,.0f}")
         elif share < 1:
-            warn(
-                f"{bought}: about {math.ceil(1 / share) if share else 'too many'} launches of job_hours={s.job_hours:g}, "
-                f"the rate still {'at its peak' if s.schedule == 'wsd' else 'near its peak'} after the first. To end "
-                f"decayed, set max_hours, or target_tokens={money['budget_tokens']:.2g}"
+            launches = (
+                f"about {math.ceil(1 / share) if share else 'too many'} launches of job_hours={s.job_hours:g}"
             )
+            decayed = f"To end decayed, set max_hours, or target_tokens={money['budget_tokens']:.2g}"
+            warn(f"{bought}: {launches}, the rate still near its peak after the first. {decayed}")
             of_that = 100 * s.warmup_steps / max(1, share * s.steps)
             if share * s.steps < 5 * s.warmup_steps:
                 warn(f"warmup_steps={s.warmup_steps} are {of_that:.0f} % of that")
@@ -487,7 +478,7 @@ def main(argv: list[str]) -> int:
         print(error if given else f"{error} (plan.py assumes --gpus=8 --gpu=h200)", file=sys.stderr)
         return error.exit_code
     print(json.dumps(dataclasses.asdict(result), indent=2) if "--json" in argv else "\n".join(result.lines()))
-    return result.exit_code
+    return 2 if result.problems else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ The one rule: contenders take turns inside one process, in an order that reverse
 slows them alike. A row compares medians over the rounds; its ratio is the median of the rounds' ratios, above 1 where
 Nova is ahead; `spread` is the 10-90 % range of those ratios over their median. Where the ratio is within its spread of 1
 the row says `inconclusive`, whatever the medians say. One row a line, `bench CASE OURS=… PEER=… ratio=…`, or JSON lines.
-The peers are in peers.py.
 """
 
 from launch import entry
@@ -221,12 +220,10 @@ def case_checkpoint(report: Report, options):
     size = sum(t.numel() * t.element_size() for t in shared.values())
     folder = tempfile.mkdtemp(prefix="bench-checkpoint-")
     saves = Store(os.path.join(folder, "nova"), tools.alone(), keep=1, log=tools.quiet)
-    pauses, walls, step = [], [], 0
+    pauses, walls, steps = [], [], itertools.count(1)
 
     def ours():
-        nonlocal step
-        step += 1
-        begin = time.perf_counter()
+        step, begin = next(steps), time.perf_counter()
         saves.save(step, "latest", shared, {}, {"step": step})
         pauses.append(time.perf_counter() - begin)
         saves.wait()
@@ -323,10 +320,8 @@ def case_scale(report: Report, options):
             report.fact(f"scale/{axis}", **facts)
             last = value, costs
     alone = tools.on_ranks(tools.ranks_step, 1, 300, size=base, rounds=options.rounds)[0]
-    both = [
-        max(t)
-        for t in zip(*tools.on_ranks(tools.ranks_step, 2, 300, size=base, rounds=options.rounds), strict=True)
-    ]
+    both = tools.on_ranks(tools.ranks_step, 2, 300, size=base, rounds=options.rounds)
+    both = [max(t) for t in zip(*both, strict=True)]
     a, b = statistics.median(alone), statistics.median(both)
     report.fact(
         "scale/ranks", ranks=2, one_ms=1e3 * a, two_ms=1e3 * b, throughput_exponent=math.log2(2 * a / b),

@@ -7,8 +7,7 @@ left is short, and survives a failing or out-of-memory case, so that a run cut s
     python -m bench gpu [--minutes 8]           # configurations run one after the other, repetitions inside each
     python -m bench gpu --tiny --no-compile     # the same script on a CPU with toy shapes: does it run?
 
-Peers of a configuration are its own variants: the same blocks in bf16. `extrapolate` is labelled as such: measured
-compute of one GPU, the traffic that plan.py computes for 8 (nothing here ran NCCL).
+`extrapolate` is no measurement: compute of one GPU, and the traffic that plan.py computes for 8 (nothing here ran NCCL).
 """
 
 import gc
@@ -16,11 +15,13 @@ import os
 import statistics
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import muon
 import plan
 from kernels import choose_attention
 from settings import load_settings
@@ -74,9 +75,6 @@ class Device:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated() if self.type == "cuda" else 0
 
-    def total(self) -> int:
-        return torch.cuda.get_device_properties(0).total_memory if self.type == "cuda" else 150 * 10**9
-
     def time(self, function, rounds: int | None = None) -> list[float]:
         """Seconds of each of `rounds` calls, after two that warm up."""
         return measure({"alone": function}, rounds or self.rounds, 0, self.sync)["alone"]
@@ -120,10 +118,7 @@ def case_environment(report: Report, device: Device, found: dict):
     if device.type == "cuda":
         one = torch.ones((), device="cuda")
         qa, qb = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-
-        def scaled():
-            return torch._scaled_mm(qa, qb.t(), one, one, out_dtype=torch.bfloat16)
-
+        scaled = partial(torch._scaled_mm, qa, qb.t(), one, one, out_dtype=torch.bfloat16)
         facts["fp8_TF"] = 2 * n * d * f / min(device.time(scaled)) / 1e12
     report.fact("gpu/env", **facts)
 
@@ -146,10 +141,8 @@ def case_attention(report: Report, device: Device, found: dict):
     for form, (heads, kv, qk, useful_qk, vd, calls) in shapes.items():
         for kind in ("flash", "cudnn", "efficient"):
             backend = SDPBackend.__members__[f"{kind.upper()}_ATTENTION"]
-            q, k, v = (
-                torch.randn(s["batch"], h, s["context"], c, device=device.type).bfloat16().requires_grad_()
-                for h, c in ((heads, qk), (kv, qk), (kv, vd))
-            )
+            sizes = ((s["batch"], h, s["context"], c) for h, c in ((heads, qk), (kv, qk), (kv, vd)))
+            q, k, v = (torch.randn(n, device=device.type).bfloat16().requires_grad_() for n in sizes)
 
             def both(q=q, k=k, v=v, backend=backend):
                 with sdpa_kernel([backend]) if device.type == "cuda" else nullcontext():
@@ -161,8 +154,9 @@ def case_attention(report: Report, device: Device, found: dict):
             except RuntimeError as e:
                 report.fact("gpu/sdpa", form=form, kernel=kind, failed=str(e).splitlines()[0][:60])
                 continue
-            # causal: half
-            useful = 3.5 * 2 * s["batch"] * heads * s["context"] ** 2 * (useful_qk + vd) / 2 * calls
+            useful = (
+                3.5 * 2 * s["batch"] * heads * s["context"] ** 2 * (useful_qk + vd) / 2 * calls
+            )  # causal: half
             report.fact("gpu/sdpa", form=form, kernel=kind, ms=1e3 * seconds, TF=useful / seconds / 1e12)
 
 
@@ -216,7 +210,8 @@ def case_depth(report: Report, device: Device, found: dict):
     r = found[name]
     layers = device.size["depth"]
     if r["bytes_block"] > 0:
-        fits = int((HEADROOM * device.total() - r["bytes_rest"]) / (r["bytes_block"] * 1.02))
+        memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else 150 * 10**9
+        fits = int((HEADROOM * memory - r["bytes_rest"]) / (r["bytes_block"] * 1.02))
         layers = max(1, min(layers, fits))
     predicted, peak = r["rest"] + layers * r["block"], r["bytes_rest"] + layers * r["bytes_block"]
     torch._dynamo.reset()
@@ -229,8 +224,7 @@ def case_depth(report: Report, device: Device, found: dict):
         update_ms=1e3 * min(deep["update"]),
     )  # fmt: skip
     low = device.size["layers"][0]
-    # per block; the largest that runs ends it
-    for batch in (4 * device.size["batch"], 2 * device.size["batch"]):
+    for batch in (4 * device.size["batch"], 2 * device.size["batch"]):  # the largest that runs ends it
         if device.left() < 60:
             return
         try:
@@ -252,7 +246,7 @@ def case_muon(report: Report, device: Device, found: dict):
     blocks = {"m0": tuple(h * hd for h in (s["heads"], s["kv"], s["kv"]))}
     steps = muon_steps(shapes, device.type, blocks)
     times = {name: device.time(step) for name, step in steps.items()}
-    work = 5 * sum(4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3 for m, n in shapes)
+    work = sum(muon.orthogonalize_flops(m, n) for m, n in shapes)
     seconds = statistics.median(times["nova"])
     facts = dict(TF=work / seconds / 1e12, full_depth_on_8_ms=1e3 * seconds * s["depth"] / 8)
     for peer in ("torch.optim.Muon", "adamw"):
@@ -280,11 +274,9 @@ def case_extrapolate(report: Report, device: Device, found: dict):
         settings = load_settings([config, "--vocab_size=65536", "--data=python"], environ={})
         settings.micro_batch = device.size["batch"] if device.size is FULL else settings.micro_batch
         p = plan.plan(settings, 8, "h200")
-        micro = r["rest"] + settings.n_layers * r["block"]
-        traffic = p.speed["communication"]
+        micro, traffic = r["rest"] + settings.n_layers * r["block"], p.speed["communication"]
         optimizer = max(settings.n_layers * r["update"] / 8, p.speed["muon_communication"])
-        accum = p.facts["grad_accum"]
-        seconds = accum * (max(micro, traffic) + 0.03 * min(micro, traffic)) + optimizer
+        seconds = p.facts["grad_accum"] * (max(micro, traffic) + 0.03 * min(micro, traffic)) + optimizer
         rate = settings.tokens_per_step / seconds / 8
         report.fact(
             "gpu/EXTRAPOLATED-8xH200", configuration=name, layers=settings.n_layers, micro_ms=1e3 * micro,

@@ -20,7 +20,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -59,8 +58,6 @@ class GPT(nn.Module):
             if p.ndim == 2:  # GPT-2's: 0.02, less on the two projections into the residual
                 residual = name.endswith(("proj.weight", "out.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
 
     def forward(self, ids, targets=None):
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
@@ -214,14 +211,12 @@ class Trainer:
 
     def __init__(self, model: nn.Module, optimizers: list, bf16: bool):
         self.model, self.optimizers, self.bf16 = model, optimizers, bf16
-        self.peak_rates = [g["lr"] for o in optimizers for g in o.param_groups]
 
     def loss(self, x, y):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             return self.model(x, y)
 
     def micro(self, x, y):
-        """Fresh gradients of one micro-batch x, y (B, T)."""
         self.model.zero_grad(set_to_none=True)
         loss = self.loss(x, y)
         loss.backward()
@@ -230,15 +225,13 @@ class Trainer:
     def update(self, share: float = 1.0):
         """Clip to norm 1 and step, every rate at `share` of its peak."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        rates = iter(self.peak_rates)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = next(rates) * share
+                group["lr"] = group.setdefault("peak", group["lr"]) * share
             optimizer.step()
 
     @torch.no_grad()
     def evaluate(self, x, y) -> float:
-        """Mean loss over x, y (N, T)."""
         parts = zip(x.split(50), y.split(50), strict=True)
         return sum(self.loss(a, b).item() * len(a) for a, b in parts) / len(x)
 
@@ -323,7 +316,7 @@ class RepeatMuon(torch.optim.Optimizer):
                 buffer = self.state[p]["momentum"].lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(buffer, group["momentum"]).bfloat16().full_tensor()
                 update = self.orthogonalize(update) * (0.2 * math.sqrt(max(p.shape)))
-                mine = update.chunk(dist.get_world_size())[dist.get_rank()].to(p.dtype)
+                mine = update.chunk(p.device_mesh.size())[p.device_mesh.get_local_rank()].to(p.dtype)
                 local = p.to_local()
                 local.mul_(1 - group["lr"] * group["weight_decay"])
                 local.add_(mine, alpha=-group["lr"])

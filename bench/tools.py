@@ -13,8 +13,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
 
 from settings import Settings, assign, check
 
@@ -183,7 +181,7 @@ def mesh(device="cpu"):
     if not dist.is_initialized():
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device, (dist.get_world_size(),))
+    return dist.init_device_mesh(device, (dist.get_world_size(),))
 
 
 def quiet(*_):
@@ -234,9 +232,7 @@ def alone():
             raise problem
 
     ranks = dict(rank=0, world=1, local_rank=0, local_world=1, barrier=quiet, busy=quiet)
-    return SimpleNamespace(
-        **ranks, verdict=verdict, broadcast=lambda value: value, gather=lambda value: [value]
-    )
+    return SimpleNamespace(**ranks, verdict=verdict, broadcast=lambda v: v, gather=lambda v: [v])
 
 
 def batch_of(size: dict, batch=None, context=None, seed=0):
@@ -249,9 +245,10 @@ def batch_of(size: dict, batch=None, context=None, seed=0):
 
 def on_ranks(function, world: int, deadline: float, **arguments) -> list:
     """[function(rank, world, **arguments) of every rank], in `world` new gloo processes of one thread each. Raises with the
-    traceback of a rank that fails; a collective fails after `deadline` seconds."""
+    traceback of a rank that fails; a collective fails after `deadline` seconds. A new process imports the function by name,
+    and not from `__main__`: what runs on ranks stands here."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (world, folder, deadline, function, arguments), world)
+        torch.multiprocessing.spawn(_rank, (world, folder, deadline, function, arguments), world)
         return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world)]
 
 
@@ -321,9 +318,6 @@ def muon_steps(shapes, device="cpu", row_blocks=None):
         "seed": peers.SeedMuon(others[1]).step,
         "adamw": torch.optim.AdamW(others[2], fused=True).step,
     }
-
-
-# What runs on ranks stands here: a new process imports it by name, and `__main__` is not imported there.
 
 
 def muon_on_ranks(rank, world, shapes, rounds):
