@@ -19,12 +19,8 @@ matmuls and the norms' outputs are bf16; the norms' sums, the rotation, softmax,
 CPU rounds scores and probabilities to bf16 between its products: kernels/cpu.py). A model that is not sharded
 (sample.py, tests) computes in whatever dtype its parameters have.
 
-A parameter is given its `Role` where it is made: who optimises it, how it starts, whether float8 may take it. Counts,
-FLOPs, the plan, the optimizer table and the first step's proof are read from a model on the meta device, so that a change
-of architecture is an edit of this file (and of its reference in tests/).
-
-`build_model` applies everything in the one order that works: meta -> fp8 -> checkpointing and compile per block ->
-fully_shard per block and root -> to_empty -> init_weights. One rank takes the same path as a thousand.
+A parameter is given its `Role` where it is made. Counts, FLOPs, the plan, the optimizer table and the first step's proof
+are read from a model on the meta device: a change of architecture is an edit of this file (and of tests/reference.py).
 """
 
 import functools
@@ -35,34 +31,14 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed import fsdp
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from kernels import (
-    BlockAttention,
-    ModelError,
-    bad,
-    choose,
-    choose_attention,
-    compile_blocks,
-    convert_fp8,
-    rms_norm,
-    rotate,
-    sdpa,
-)
+import kernels
+from kernels import BlockAttention, ModelError, bad, rms_norm, rotate, sdpa
 
 EPS = 1e-6  # of every RMSNorm
 INIT_ROWS = 128  # rows that one seed generates: a rank makes only the blocks that its shard touches
-
-
-# --- pieces --------------------------------------------------------------------------------------------------
 
 
 class Role(NamedTuple):
@@ -110,10 +86,9 @@ def rope_tables(dim: int, length: int, theta: float, device=None):
     return torch.cat([cos, cos], -1).to(device), torch.cat([-sin, sin], -1).to(device)
 
 
-def lambda_start(settings, layer: int) -> float:
+def lambda_start(s, layer: int) -> float:
     """lambda_0 of attention="diff": the paper's value by depth, unless set."""
-    set_value = settings.diff_lambda_init
-    return 0.8 - 0.6 * math.exp(-0.3 * layer) if set_value is None else set_value
+    return 0.8 - 0.6 * math.exp(-0.3 * layer) if s.diff_lambda_init is None else s.diff_lambda_init
 
 
 def into_stream(settings) -> float:
@@ -249,33 +224,23 @@ class Block(nn.Module):
         return x + branch if scale is None else torch.addcmul(x, scale, branch)
 
 
-EXPENSIVE = {
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "mm _scaled_mm _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-        "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu"
-    ).split()
-}
+FORMS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+NAMES = ("mm", "_scaled_mm", *(f"_scaled_dot_product_{form}" for form in FORMS))
+EXPENSIVE = {getattr(torch.ops.aten, name).default for name in NAMES}
 
 
 def save_policy(ffn_hidden: int, context, operation, *inputs, **kwargs):
-    """Selective checkpointing: keep attention and the narrow matmuls, about 6.5 d_model values a token (the FFN's
-    hidden matmuls and every elementwise result are made again: a ninth of the step's FLOPs). A CPU's attention is made
-    again too: its products are many small ones."""
+    """Selective checkpointing: keep attention and the narrow matmuls, about 6.5 d_model values a token; the rest, a ninth
+    of the step's FLOPs, is made again. So is a CPU's attention: its products are many small ones."""
     if operation in EXPENSIVE and not (inputs[1].ndim == 2 and inputs[1].shape[-1] == ffn_hidden):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# --- loss ----------------------------------------------------------------------------------------------------
-
-
 def rows_loss(logits, targets, vocab: int, cap: float, z_loss: float, training: bool):
     """Of logits (n, padded vocab), which are overwritten, and targets (n,): cross-entropy (n,), 0 where ignored, and the
-    sum of the z-loss, both fp32; the gradient (n, padded vocab) in the logits' dtype, None unless training.
-
-    Elementwise work of many passes, which a compiler makes few (compile_blocks): the target's own entry is made apart,
-    so that nothing in between has to be stored."""
+    sum of the z-loss, both fp32; the gradient (n, padded vocab) in the logits' dtype, None unless training. The target's
+    own entry is made apart, so that a compiler has nothing in between to store."""
     dtype, valid, target = logits.dtype, targets >= 0, targets.clamp(min=0)[:, None]
     logits = logits.to(torch.promote_types(dtype, torch.float32))
     if cap:
@@ -302,15 +267,12 @@ class SoftcapCrossEntropy(torch.autograd.Function):
     """Sum of cross-entropy(cap * tanh(x W^T / cap)) + z_loss * logsumexp^2, without the (tokens, vocab) logits.
 
     Gradients are made chunk by chunk in forward, where the chunk's probabilities are at hand: at V 65,536 less time
-    than the whole loss (a checkpointed version takes twice as long) and a tenth of its memory. dW is summed in fp32.
-    torch.nn.functional.linear_cross_entropy does not serve: it has no soft-cap, computes its loss in the input's dtype
-    (bf16: 11.06 where fp32 gives 11.14) and, chunked, is several times slower.
+    than the whole loss and a tenth of its memory. dW is summed in fp32. torch's linear_cross_entropy does not serve: no
+    soft-cap, a loss in the input's dtype (bf16: 11.06 where fp32 gives 11.14), several times slower in chunks.
     """
 
     @staticmethod
-    def forward(
-        ctx, x, weight, targets, vocab: int, cap: float, z_loss: float, chunk: int, rows_loss=rows_loss
-    ):
+    def forward(ctx, x, weight, targets, vocab, cap, z_loss, chunk, rows_loss=rows_loss):
         """x (N, d), weight (padded vocab, d), targets (N,), -1 ignored -> loss sum (), cross-entropy (N,); fp32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -342,9 +304,6 @@ class SoftcapCrossEntropy(torch.autograd.Function):
         dx = None if dx is None else (dx.to(scale.dtype) * scale).to(dx.dtype)
         dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
         return dx, dw, None, None, None, None, None, None
-
-
-# --- the model -----------------------------------------------------------------------------------------------
 
 
 class Nova(nn.Module):
@@ -402,21 +361,19 @@ class Nova(nn.Module):
                 logits = s.logit_softcap * torch.tanh(logits / s.logit_softcap)
             logits[..., s.vocab_size :] = -math.inf
             return logits
-        # a function's needs_input_grad does not know: evaluation would make dW
-        if not torch.is_grad_enabled():
+        if (
+            not torch.is_grad_enabled()
+        ):  # a function's needs_input_grad does not know: evaluation would make dW
             head = head.detach()
-        loss, token_loss = SoftcapCrossEntropy.apply(
-            x.flatten(0, 1), head, targets.flatten(), s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk,
-            self.rows_loss,
-        )  # fmt: skip
+        options = s.vocab_size, s.logit_softcap, s.z_loss, s.loss_chunk, self.rows_loss
+        loss, token_loss = SoftcapCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten(), *options)
         return loss, token_loss.view(targets.shape)
 
     def constants(self, device):
         """(cos, sin, [1 - lambda_0 of each layer]) in fp32. Plain tensors made on first use: they are no buffers, so
         neither .to(dtype) nor FSDP casts them, and to_empty has nothing to leave unset."""
         if self.tables is None or self.tables[0].device != device:
-            s = self.settings
-            streams = 2 if s.attention == "diff" else 1
+            s, streams = self.settings, self.layers[0].attn.streams
             with torch.inference_mode(False):  # tables made by a first call in inference mode could not train
                 cos, sin = rope_tables(s.head_dim // streams, s.max_len, s.rope_theta, device)
                 keep = torch.tensor([1 - lambda_start(s, i) for i in range(s.n_layers)], device=device)
@@ -431,35 +388,17 @@ class Nova(nn.Module):
         if ids.shape[1] > s.max_len:
             raise bad(s, "max_len", f"the sequence has {ids.shape[1]} tokens")
         if self.fp8 and torch.is_grad_enabled() and ids.numel() % 16:
-            problem = f"float8 needs a multiple of 16 tokens per micro-step, not {ids.numel()}"
-            raise bad(s, "micro_batch", problem)
+            raise bad(s, "micro_batch", f"float8 needs a multiple of 16 tokens, not {ids.numel()}")
         if targets is not None and targets.shape != ids.shape:
             raise ModelError(f"targets {tuple(targets.shape)} must have the shape of ids {tuple(ids.shape)}")
         if ids.device.type == "cpu" or not self.ids_checked:  # on a GPU only once: it waits for the device
             self.ids_checked = True
             for what, t, lowest in (("ids", ids, 0), ("targets", targets, -1)):
-                if t is None or t.device.type == "meta":
-                    continue
-                low, high = (v.item() for v in t.aminmax())
-                if low < lowest or high >= s.vocab_size:
-                    allowed = f"{lowest}..{s.vocab_size - 1}"
-                    raise bad(s, "vocab_size", f"{what} hold {low}..{high}, outside {allowed}")
-
-
-# --- initialisation ------------------------------------------------------------------------------------------
-
-
-def local_rows(p) -> tuple[torch.Tensor, int]:
-    """This rank's rows of a parameter, and the number of its first row in the whole."""
-    if not isinstance(p, DTensor):
-        return p, 0
-    local, start = p.to_local(), 0
-    for dim, placement in enumerate(p.placements):
-        if isinstance(placement, Shard):  # FSDP2 shards rows, as torch.chunk would
-            assert placement.dim == 0, f"sharded in dimension {placement.dim}"
-            size = p.device_mesh.size(dim)
-            start = min(p.device_mesh.get_local_rank(dim) * -(-p.shape[0] // size), p.shape[0])
-    return local, start
+                if t is not None and not t.is_meta:
+                    low, high = (v.item() for v in t.aminmax())
+                    if low < lowest or high >= s.vocab_size:
+                        problem = f"{what} hold {low}..{high}, outside {lowest}..{s.vocab_size - 1}"
+                        raise bad(s, "vocab_size", problem)
 
 
 @torch.no_grad()
@@ -467,7 +406,8 @@ def init_weights(model, settings):
     """Fill the parameters. Rows come in blocks with a seed of (seed, name, block) each, so the weights are the same for
     every world size on one kind of device, and a rank generates only the blocks that its shard touches."""
     for name, p in model.named_parameters():
-        role, (local, start) = model.roles[name], local_rows(p)
+        role, local, layout = model.roles[name], kernels.local(p), kernels.Layout(p, name)
+        start = sum(layout.heights(p.shape[0])[: layout.rank])
         if not role.std:
             local.fill_(role.mean)
             continue
@@ -481,32 +421,33 @@ def init_weights(model, settings):
             local[low - start : high - start] = rows[low - first : high - first]
 
 
-# --- building ------------------------------------------------------------------------------------------------
-
-
 def build_model(settings, mesh, device, log=print) -> Nova:
-    """The initialised, sharded model. `mesh` is 1-D, or 2-D ("replicate", "shard") for HSDP."""
+    """The initialised, sharded model, made in the one order that works: one rank takes the same path as a thousand.
+    `mesh` is 1-D, or 2-D ("replicate", "shard") for HSDP."""
     s, device = settings, torch.device(device)
-    chosen = choose(s, device)
+    chosen = kernels.choose(s, device)
     for reason in chosen["reasons"]:
         log(reason)
-    kernel = choose_attention(s, device, log)
+    kernel = kernels.choose_attention(s, device, log)
     model = on_meta(s)
     for block in model.layers:
         block.attn.kernel = kernel
     if chosen["fp8"]:
-        convert_fp8(model, s, log)
+        kernels.convert_fp8(model, s, log)
     if chosen["compile"]:
-        compile_blocks(model, s, log)
+        kernels.compile_blocks(model, s, log)
     # inputs as they are: the RoPE tables are fp32, and x is bf16 already
-    precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if s.cpu_offload else OffloadPolicy()
+    dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = fsdp.MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    offload = fsdp.OffloadPolicy()
+    if s.cpu_offload:
+        offload = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
     policy = dict(mesh=mesh, mp_policy=precision, offload_policy=offload)
     for block in model.layers:
-        fully_shard(block, reshard_after_forward=s.reshard_after_forward, **policy)
+        fsdp.fully_shard(block, reshard_after_forward=s.reshard_after_forward, **policy)
     # The root group holds embedding, final norm and head together (tied modules must share a group), and its backward
     # follows its forward at once: nothing to free in between.
-    fully_shard(model, reshard_after_forward=False, **policy)
+    fsdp.fully_shard(model, reshard_after_forward=False, **policy)
     model.to_empty(device="cpu" if s.cpu_offload else device)
     init_weights(model, s)
     return model
@@ -533,15 +474,12 @@ def back_to_training(net):
     """After forwards without a backward: parameters are the sharded ones again, which optimizers and saves know."""
     net.train()
     for module in net.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
-# --- counts --------------------------------------------------------------------------------------------------
-
-
 def on_meta(settings) -> Nova:
-    """The model's names, shapes and roles without its memory: milliseconds at any size."""
+    """Names, shapes and roles without the memory: milliseconds at any size."""
     with torch.device("meta"):
         return Nova(settings)
 

@@ -9,10 +9,7 @@ one owner.** A bucket of matrices takes three phases:
     scatter  one all-to-all takes the update's rows back; each rank applies them to its own fp32 rows
 
 Buckets run as a pipeline: while one is orthogonalised, the next is gathered and the last one scattered. Under HSDP the
-replicas take turns on buckets and broadcast the result. One process takes the same path, without the collectives.
-
-Everything that is not a block matrix goes to AdamW: torch's, or bitsandbytes' 8-bit on each rank's own rows.
-Which parameter goes where is said by its role (`ROLES`); one without is refused.
+replicas take turns on buckets and broadcast the result. What is no block matrix goes to AdamW: see `ROLES`.
 
 References: Polar Express 2505.16932, Moonlight (the 0.2 RMS rule) 2502.16982, 8-bit states 2110.02861. Sharding by
 owner and all-to-all as in microsoft/dion; the measurements behind the defaults are in the repository's bench.
@@ -58,8 +55,9 @@ def orthogonalize(G: Tensor, coeffs=POLAR_EXPRESS, dtype=torch.bfloat16, scale: 
     With POLAR_EXPRESS singular values end in [0.86, 1.14] where they started above 1/1000 of the norm; 0 stays 0.
     """
     X = G.to(dtype)
-    # summed in fp32; its rounding is below the 2 %
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
+    norm = torch.linalg.vector_norm(
+        X, dim=(-2, -1), keepdim=True
+    )  # summed in fp32; its rounding is below the 2 %
     X = X / (1.02 * norm).clamp_min(1e-20)  # spectral norm <= 1
     tall = G.size(-2) > G.size(-1)
     X = X.mT.contiguous() if tall else X
@@ -94,14 +92,18 @@ def symmetric_product(P: Tensor, Q: Tensor, out: Tensor, add: Tensor | None = No
         (torch.addmm if P.ndim == 2 else torch.baddbmm)(add, P, Q, beta=beta, alpha=alpha, out=out)
 
 
+def orthogonalize_flops(rows: int, columns: int) -> int:
+    """FLOPs of `orthogonalize`: X X^T, its square and one product with X, in each of five iterations."""
+    short, long = sorted((rows, columns))
+    return 5 * (4 * short**2 * long + 2 * short**3)
+
+
 def update_scale(shape) -> float:
     """Factor that gives an orthogonalised (m, n) an RMS of 0.2 per entry, AdamW's (Moonlight)."""
     return 0.2 * math.sqrt(max(shape))
 
 
-def orthogonalize_blocks(
-    matrices: list[Tensor], heights: list[tuple[int, ...]], names: list[str], coeffs, dtype, watch=None
-) -> list[Tensor]:
+def orthogonalize_blocks(matrices, heights, names, coeffs, dtype, watch=None) -> list[Tensor]:
     """The update of each whole matrix (rows, columns), by row blocks of the given heights; small blocks of one shape share
     a batch. `watch`: see Muon."""
     blocks, labels = [], []
@@ -144,30 +146,19 @@ class Muon(torch.optim.Optimizer):
     the Nesterov momentum afterwards, which saves a copy of each.
 
     `watch(name, G, O)`, if set, is called by the owner of each orthogonalised block with what went in and with its
-    orthogonal factor (before the scale); a block of a fused matrix is called `name[i]`.
+    orthogonal factor (before the scale); a block of a fused matrix is called `name[i]`. `bucket`: see BUCKET.
     """
 
-    def __init__(
-        self,
-        params,
-        lr: float = 4e-4,
-        momentum: float = 0.95,
-        weight_decay: float = 0.1,
-        row_blocks: dict[str, tuple[int, ...]] | None = None,
-        coeffs=POLAR_EXPRESS,
-        dtype=torch.bfloat16,
-        bucket: int = BUCKET,
-    ):
+    dtype, bucket, watch = torch.bfloat16, BUCKET, None
+
+    def __init__(self, params, lr=4e-4, momentum=0.95, weight_decay=0.1, row_blocks=None, coeffs=None):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.coeffs, self.dtype, self.bucket, self.watch = coeffs, dtype, bucket, None
-        self.names, self.blocks = {}, {}
+        self.coeffs, self.names, self.blocks = coeffs or POLAR_EXPRESS, {}, {}
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p.ndim != 2 or 0 in p.shape or not p.is_floating_point():
-                    raise MuonError(
-                        f"{name} has shape {tuple(p.shape)}, {p.dtype}: Muon needs whole 2-D matrices. Flat 1-D pieces come "
-                        "from FSDP1 or ZeRO: shard with fully_shard (FSDP2). Vectors belong to AdamW."
-                    )
+                    needs = "Muon needs whole 2-D matrices; flat ones are FSDP1's: use fully_shard"
+                    raise MuonError(f"{name} has shape {tuple(p.shape)}, {p.dtype}: {needs}")
                 if p.is_meta:
                     raise MuonError(f"{name} is on the meta device: build optimizers once weights are real")
                 Layout(p, name)
@@ -180,15 +171,11 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         tasks = [self._update(turn, *job) for turn, job in enumerate(self._plan())]
-        # four stages; the newest bucket first, so that its gather is under way
-        for k in range(len(tasks) + 3):
+        for k in range(
+            len(tasks) + 3
+        ):  # four stages; the newest bucket first, so that its gather is under way
             for task in reversed(tasks[max(0, k - 3) : k + 1]):
                 next(task, None)
-
-    def flops(self, p: Tensor) -> int:
-        """Work to orthogonalise one matrix, per iteration."""
-        sides = (sorted((rows, p.shape[1])) for rows in self.blocks[p])
-        return sum(4 * short**2 * long + 2 * short**3 for short, long in sides)
 
     def _plan(self) -> list[tuple[dict, Layout, list[tuple[int, Tensor]]]]:
         """Buckets: (group, layout, [(owner, parameter)] by owner). The largest matrix goes first, each to the rank with the
@@ -197,8 +184,8 @@ class Muon(torch.optim.Optimizer):
         todo = [(i, p) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
         if not todo:
             raise MuonError("no matrix has a gradient: were the optimizers built before fully_shard?")
-        todo = sorted(((self.flops(p), i, p) for i, p in todo), key=lambda t: -t[0])
-        for flops, i, p in todo:
+        work = {p: sum(orthogonalize_flops(rows, p.shape[1]) for rows in self.blocks[p]) for _, p in todo}
+        for i, p in sorted(todo, key=lambda t: -work[t[1]]):
             key = (p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device
             if key not in layouts:
                 layouts[key] = Layout(p)
@@ -206,11 +193,9 @@ class Muon(torch.optim.Optimizer):
             bucket = min(self.bucket, LOCAL_BUCKET) if layouts[key].alone else self.bucket
             done, elements, owner = min(load[key])
             buckets[i, key, elements // bucket].append((owner, p))
-            load[key][owner] = (done + flops, elements + p.numel(), owner)
-        return [
-            (self.param_groups[i], layouts[key], sorted(items, key=lambda t: t[0]))
-            for (i, key, _), items in buckets.items()
-        ]
+            load[key][owner] = (done + work[p], elements + p.numel(), owner)
+        ordered = {k: sorted(items, key=lambda t: t[0]) for k, items in buckets.items()}
+        return [(self.param_groups[i], layouts[key], items) for (i, key, _), items in ordered.items()]
 
     def _orthogonalized(self, params: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
         heights, names = ([table[p] for p in params] for table in (self.blocks, self.names))
@@ -234,10 +219,8 @@ class Muon(torch.optim.Optimizer):
                 there = [0] * layout.size
                 for size, (owner, _) in zip(sizes, items, strict=True):
                     there[owner] += size
-                widths = [p.shape[1] for p in mine]
-                here = [
-                    sum(h[r] * w for h, w in zip(heights, widths, strict=True)) for r in range(layout.size)
-                ]
+                parts = [[rows * p.shape[1] for rows in h] for h, p in zip(heights, mine, strict=True)]
+                here = [sum(part[rank] for part in parts) for rank in range(layout.size)]
                 send = pack(grads, self.dtype, layout.device)
                 received, wait = exchange(send, there, here, layout.group)
                 del send
@@ -255,11 +238,10 @@ class Muon(torch.optim.Optimizer):
                 yield
                 yield
             if layout.replicas > 1:
-                wait = dist.broadcast(
-                    update, group=layout.replica_group, group_src=turn % layout.replicas, async_op=True
-                ).wait
+                source = dict(group=layout.replica_group, group_src=turn % layout.replicas)
+                work = dist.broadcast(update, **source, async_op=True)
                 yield
-                wait()
+                work.wait()
             updates = [u.view(r.shape) for u, r in zip(update.split(sizes), rows, strict=True)]
         torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
         for r, u in zip(rows, updates, strict=True):
@@ -276,14 +258,16 @@ ROLES = {
 }
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, in a checkpoint
+
+
 def build_optimizers(model: nn.Module, settings: Settings, log=print) -> list:
     """[muon, adamw] over all trainable parameters, each once. Call it after `fully_shard`, which replaces parameters
     (under FSDP1 the order was the reverse). The table of what goes where is logged."""
-    table, muon_params, adamw_params, first_name = {}, [], {True: [], False: []}, {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if not p.requires_grad or p in first_name:  # a tied parameter has two names and is one parameter
+    table, muon_params, adamw_params = {}, [], {True: [], False: []}
+    for name, p in model.named_parameters():  # a tied parameter comes once
+        if not p.requires_grad:
             continue
-        first_name[p] = name
         if p.dtype != torch.float32:
             raise MuonError(f"{name} is {p.dtype}: masters must be fp32, in bf16 small steps vanish")
         role = model.roles.get(name)
@@ -293,11 +277,10 @@ def build_optimizers(model: nn.Module, settings: Settings, log=print) -> list:
         (muon_params if optimizer == "muon" else adamw_params[decay]).append((name, p))
         row = table.setdefault(role.kind, [optimizer, decay, 0, 0])
         row[2], row[3] = row[2] + 1, row[3] + p.numel()
-    s = settings
-    row_blocks = {name: model.roles[name].rows for name, _ in muon_params}
+    s, row_blocks = settings, {name: model.roles[name].rows for name, _ in muon_params}
     muon = Muon(muon_params, s.muon_lr, s.muon_momentum, s.weight_decay, row_blocks, COEFFS[s.muon_coeffs])
-    decays = ((params, s.weight_decay if decay else 0.0) for decay, params in adamw_params.items() if params)
-    groups = [dict(params=params, weight_decay=decay) for params, decay in decays]
+    decays = {True: s.weight_decay, False: 0.0}
+    groups = [dict(params=v, weight_decay=decays[k]) for k, v in adamw_params.items() if v]
     options = dict(lr=s.lr, betas=(s.beta1, s.beta2), eps=s.adam_eps)
     if s.adamw == "8bit":
         adamw = AdamW8bit(groups, **options)
@@ -310,8 +293,8 @@ def build_optimizers(model: nn.Module, settings: Settings, log=print) -> list:
     log(f"{'class':18}{'optimizer':12}{'tensors':>8}{'elements':>16}{'peak lr':>10}{'decay':>8}")
     for kind, (optimizer, decay, tensors, elements) in table.items():
         label = optimizer if optimizer == "muon" else f"adamw {s.adamw}"
-        lr, wd = s.muon_lr if optimizer == "muon" else s.lr, s.weight_decay if decay else 0.0
-        log(f"{kind:18}{label:12}{tensors:8d}{elements:16,d}{lr:10.2g}{wd:8.2g}")
+        lr = s.muon_lr if optimizer == "muon" else s.lr
+        log(f"{kind:18}{label:12}{tensors:8d}{elements:16,d}{lr:10.2g}{decays[decay]:8.2g}")
     return [muon, adamw]
 
 
@@ -336,8 +319,7 @@ def clip_grads(model: nn.Module, max_norm: float, scale: float = 1.0) -> Tensor:
         parts[(p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device].append(p)
         if p.grad is None and p.requires_grad:
             missing.append(name)
-    # its square is exact, as are sums over ranks
-    mark = float(zlib.crc32(" ".join(missing).encode()) & 0xFFFF)
+    mark = float(zlib.crc32(" ".join(missing).encode()) & 0xFFFF)  # its square and sums over ranks are exact
     square, alike = 0.0, True
     for params in parts.values():
         layout = Layout(params[0])
@@ -351,12 +333,11 @@ def clip_grads(model: nn.Module, max_norm: float, scale: float = 1.0) -> Tensor:
                 dist.all_reduce(total, group=group)
         sum_of_squares, marks, squared_marks = total.tolist()
         square += sum_of_squares / layout.replicas
-        # Cauchy-Schwarz: only if all are equal
-        alike &= layout.size * layout.replicas * squared_marks == marks**2
+        alike &= (
+            layout.size * layout.replicas * squared_marks == marks**2
+        )  # Cauchy-Schwarz: only if all are equal
     if not alike:
-        raise MuonError(
-            f"some gradients are None on some ranks only; on this one: {missing or 'no gradient'}"
-        )
+        raise MuonError(f"gradients are None on some ranks only; on this one: {missing or 'no gradient'}")
     norm = math.sqrt(square) * scale if square >= 0 else math.nan
     factor = scale * min(1.0, max_norm / (norm + 1e-6)) if max_norm else scale
     if factor != 1.0 and math.isfinite(norm):
@@ -373,16 +354,12 @@ def optimizer_state(model: nn.Module, optimizers: list) -> tuple[dict[str, Tenso
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p not in names:
                 raise MuonError(f"{tuple(p.shape)} is not the model's: build optimizers after fully_shard")
-            if isinstance(optimizer, Muon):
-                shared.update({f"muon.{names[p]}.{k}": v for k, v in optimizer.state[p].items()})
-                continue
-            key = f"adamw.{names[p]}"
+            key = f"{'muon' if isinstance(optimizer, Muon) else 'adamw'}.{names[p]}"
+            state = optimizer.state[p]
             if isinstance(optimizer, AdamW8bit):
-                moments = dict(zip(("exp_avg", "exp_avg_sq", "step"), optimizer.moments(p), strict=True))
+                state = dict(zip(MOMENTS, optimizer.moments(p), strict=True))
                 own.update({f"{key}.{k}": v for k, v in optimizer.codes(p).items()})
-            else:
-                moments = optimizer.state[p]
-            shared.update({f"{key}.{k}": v for k, v in moments.items()})
+            shared.update({f"{key}.{k}": v for k, v in state.items()})
     return shared, own
 
 
@@ -390,25 +367,20 @@ def optimizer_state(model: nn.Module, optimizers: list) -> tuple[dict[str, Tenso
 def load_optimizer_state(model: nn.Module, optimizers: list, shared: dict, own: dict | None):
     """Take over what `optimizer_state` gave out and a checkpoint then filled. Without `own` (another world size, or saved
     with fp32 moments) 8-bit state is quantised anew from `shared`."""
-    ours = ("muon.", "adamw.")  # a checkpoint holds more
-    shared = {k: v for k, v in shared.items() if k.startswith(ours)}
-    own = own and {k: v for k, v in own.items() if k.startswith(ours)}
     live, codes = optimizer_state(model, optimizers)
     for mine, given, what in ((live, shared, "shared"), (codes, own, "own")):
-        if given is None:
-            continue
+        given = mine if given is None else given
+        given = {k: v for k, v in given.items() if k.startswith(("muon.", "adamw."))}
         both = mine.keys() & given.keys()
         wrong = (mine.keys() ^ given.keys()) | {k for k in both if mine[k].shape != given[k].shape}
         if wrong:
             raise MuonError(f"{what} optimizer state does not fit: {sorted(wrong)[:5]}, {len(wrong)} in all")
-    for optimizer in optimizers:
-        if isinstance(optimizer, AdamW8bit):
-            names = {p: name for name, p in model.named_parameters()}
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
-                key = f"adamw.{names[p]}"
-                mine = {k: own[f"{key}.{k}"] for k in optimizer.codes(p)} if own is not None else None
-                moments = (shared[f"{key}.{k}"] for k in ("exp_avg", "exp_avg_sq", "step"))
-                optimizer.set_moments(p, *moments, mine)
+    names = {p: name for name, p in model.named_parameters()}
+    for optimizer in (o for o in optimizers if isinstance(o, AdamW8bit)):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            key = f"adamw.{names[p]}"
+            mine = {k: own[f"{key}.{k}"] for k in optimizer.codes(p)} if own is not None else None
+            optimizer.set_moments(p, *(shared[f"{key}.{k}"] for k in MOMENTS), mine)
     for key, tensor in live.items():
         if tensor is not shared[key]:
             local(tensor).copy_(local(shared[key]))

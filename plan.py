@@ -3,10 +3,9 @@
     python plan.py config/h200_8x.py [--key=value …] [--gpus=8 --gpu=h200|h100|b200|a100|cpu] [--json]
     python plan.py --curve OUT [OUT …]        overlay the loss curves of several runs in curves.png
 
-The one idea: **every figure is arithmetic on the settings**, so it needs no GPU, no network and no process group, and
-the tests hold it against the real thing: parameter counts and state bytes exactly, peak memory against torch's
-FSDPMemTracker. Speed cannot be derived: it is *computed* from the data-sheet peak and the achieved shares in ACHIEVED.
-They reproduce published 8B runs on full-power parts to 10 % (torchtitan, H200, float8, 10,938 tokens/s/GPU: computed
+The one idea: **every figure is arithmetic on the settings**; the tests hold it against the real thing: parameter counts
+and state bytes exactly, peak memory against torch's FSDPMemTracker. Speed is *computed* from the data-sheet peak and
+the achieved shares in ACHIEVED. They reproduce published 8B runs on full-power parts to 10 % (torchtitan, H200, float8, 10,938 tokens/s/GPU: computed
 11,240; NeMo, H100, 16,934: 15,467) and are 20 to 30 % too high for a 500 W H100. So the plan states the MFU beside
 everything that depends on it, and what 30 to 50 % would buy. Exit code 2: the run does not fit the memory, or its budget
 ends inside the warm-up; the last lines name the setting to change.
@@ -25,11 +24,11 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 import model
+import muon
 from kernels import BLOCK, GPUS, Gpu, host_memory
 from settings import SettingsError, load_settings
 
@@ -64,10 +63,6 @@ class Plan:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def exit_code(self) -> int:
-        return 2 if self.problems else 0
-
-    @property
     def assumed(self) -> dict:
         """What schedule.Budget may assume before it has measured its own saves: seconds."""
         upload = self.files["upload_seconds"] if self.files["publishes"] else 0.0
@@ -77,9 +72,8 @@ class Plan:
         """Plan beside measured, a line for each figure that `report` (metrics.facts) has."""
         memory, memory_name, mfu = report.get("memory_peak_gb"), "peak memory/GPU, GB", report.get("mfu")
         if memory is not None and self.facts["device"] == "cpu":
-            memory -= report.get("memory_before_model_gb", 0.0)  # Python and torch
-            # kernels too; this CPU's peak is measured
-            memory_name, mfu = "tensors; growth of process, GB", None
+            memory -= report.get("memory_before_model_gb", 0.0)  # Python, torch, kernels
+            memory_name, mfu = "tensors; growth of process, GB", None  # this CPU's peak is measured
         speed, step, rate = self.speed, "seconds_per_step", "tokens_per_second_per_gpu"
         rows = (
             ("parameters", self.parameters["total"], report.get("parameters"), number),
@@ -98,55 +92,48 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for a person."""
         f, memory, s, m, c = self.facts, self.memory, self.speed, self.money, self.files
-        price = f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour"
-        out = [f"plan: {self.gpus} x {self.gpu.name}, computed, not measured ({f['how']})"]
+        price = f", ${m['dollars']:,.0f} at ${m['usd_per_gpu_hour']:g}/GPU-hour" * (f["device"] != "cpu")
         total = self.parameters["total"]
         classes = "  ".join(f"{k} {number(v)}" for k, v in self.parameters.items() if k != "total" and v)
-        out.append(f"  parameters   {number(total)} = {total:,}: {classes}")
         parts = "  ".join(f"{k} {v / GB:.2f}" for k, v in memory["parts"].items() if v >= 0.005 * GB)
         share = f" of {memory['capacity'] / GB:.0f} GB usable" if memory["capacity"] else ""
-        out.append(f"  memory/GPU   {memory['peak'] / GB:.2f} GB peak{share}, in {memory['moment']}: {parts}")
-        out.append(
-            f"  batch        {f['sequences_per_step']} sequences = {number(f['tokens_per_step'])} tokens/step: "
-            f"micro_batch {f['micro_batch']} x {f['grad_accum']} micro-steps x {self.gpus} GPUs; "
-            f"largest micro_batch that fits: {memory['largest_micro_batch'] or 'none'}"
-        )
-        out.append(
-            f"  step         {s['seconds_per_step']:.3g} s at {100 * s['mfu']:.0f} % MFU: "
-            f"{number(s['tokens_per_second'])} tok/s, {number(s['tokens_per_second_per_gpu'])}/GPU "
-            f"({number(s['flops_per_token'])} FLOP/token; limit {number(s['limit'])}/GPU)"
-        )
         hidden = "hidden" if s["communication_hidden"] else "NOT hidden"
         replica = 1e3 * s["replica_all_reduce"]
         replicas = f"; replicas' all-reduce {replica:.0f} ms a step" if replica else ""
-        out.append(
-            f"  micro-step   compute {1e3 * s['compute']:.0f} ms, FSDP traffic {1e3 * s['communication']:.0f} ms "
-            f"({s['communication_bytes'] / GB:.1f} GB, {hidden}); "
-            f"optimizer {1e3 * s['optimizer']:.0f} ms (Muon {1e3 * s['muon_compute']:.0f}, its traffic "
-            f"{1e3 * s['muon_communication']:.0f}){replicas}"
-        )
-        out.append(
-            f"  schedule     {f['steps']:,} steps = {number(f['tokens'])} tokens "
-            f"({f['tokens'] / total:.2g} a parameter): {hours(m['hours'])}{'' if f['device'] == 'cpu' else price}"
-        )
+        budget, upload = [], "no upload (hf_model_repo is not set)"
         if m["budget_hours"]:
-            out.append(
+            budget = [
                 f"  budget       {m['budget_hours']:g} h buy {number(m['budget_tokens'])} tokens, "
                 f"{100 * m['budget_share']:.1f} % of the schedule, for ${m['budget_dollars']:,.0f}; "
                 + ", ".join(f"at {k} MFU {number(v)}" for k, v in m["budget_tokens_at"].items())
-            )
-        upload = "no upload (hf_model_repo is not set)"
+            ]
         if c["publishes"]:
             upload = (
                 f"upload {hours(c['upload_seconds'] / 3600)} at {UPLOAD / 1e6:.0f} MB/s, at least "
                 f"{c['upload_minimum'] / 1e6:.3g} MB/s to be done before the next"
             )
-        out.append(
+        return [
+            f"plan: {self.gpus} x {self.gpu.name}, computed, not measured ({f['how']})",
+            f"  parameters   {number(total)} = {total:,}: {classes}",
+            f"  memory/GPU   {memory['peak'] / GB:.2f} GB peak{share}, in {memory['moment']}: {parts}",
+            f"  batch        {f['sequences_per_step']} sequences = {number(f['tokens_per_step'])} tokens/step: "
+            f"micro_batch {f['micro_batch']} x {f['grad_accum']} micro-steps x {self.gpus} GPUs; "
+            f"largest micro_batch that fits: {memory['largest_micro_batch'] or 'none'}",
+            f"  step         {s['seconds_per_step']:.3g} s at {100 * s['mfu']:.0f} % MFU: "
+            f"{number(s['tokens_per_second'])} tok/s, {number(s['tokens_per_second_per_gpu'])}/GPU "
+            f"({number(s['flops_per_token'])} FLOP/token; limit {number(s['limit'])}/GPU)",
+            f"  micro-step   compute {1e3 * s['compute']:.0f} ms, FSDP traffic {1e3 * s['communication']:.0f} ms "
+            f"({s['communication_bytes'] / GB:.1f} GB, {hidden}); "
+            f"optimizer {1e3 * s['optimizer']:.0f} ms (Muon {1e3 * s['muon_compute']:.0f}, its traffic "
+            f"{1e3 * s['muon_communication']:.0f}){replicas}",
+            f"  schedule     {f['steps']:,} steps = {number(f['tokens'])} tokens "
+            f"({f['tokens'] / total:.2g} a parameter): {hours(m['hours'])}{price}",
+            *budget,
             f"  checkpoint   {c['checkpoint'] / GB:.3g} GB, written in {c['save_seconds']:.2g} s behind training; final "
-            f"weights {c['weights'] / GB:.3g} GB; {upload}"
-        )
-        out += [f"  ! {w}" for w in self.warnings] + [f"  CANNOT RUN: {p}" for p in self.problems]
-        return out
+            f"weights {c['weights'] / GB:.3g} GB; {upload}",
+            *(f"  ! {w}" for w in self.warnings),
+            *(f"  CANNOT RUN: {p}" for p in self.problems),
+        ]
 
 
 def choices(settings, gpu: Gpu) -> dict:
@@ -157,29 +144,18 @@ def choices(settings, gpu: Gpu) -> dict:
     return {"fp8": fp8, "compile": compiled, "device": "cpu" if cpu else "cuda"}
 
 
-class Anatomy(NamedTuple):
+class Anatomy:
     """What a plan reads from the model, on the meta device."""
 
-    parameters: dict[str, int]  # by kind of role, and in total
-    blocks: list[tuple[int, int]]  # (rows, columns) of what Muon orthogonalises
-    flops_per_token: float  # at the longest context
+    def __init__(self, settings):
+        self.parameters = model.count_params(settings)  # by kind of role, and in total
+        self.blocks = model.muon_blocks(settings)  # (rows, columns) of what Muon orthogonalises
+        self.flops_per_token = model.flops_per_token(settings, settings.ctx_end_len)
 
 
-def anatomy(settings) -> Anatomy:
-    blocks, flops = model.muon_blocks(settings), model.flops_per_token(settings, settings.ctx_end_len)
-    return Anatomy(model.count_params(settings), blocks, flops)
-
-
-def orthogonalize_flops(rows: int, columns: int) -> int:
-    """FLOPs of muon.orthogonalize: X X^T, its square and one product with X, in each of five iterations."""
-    m, n = min(rows, columns), max(rows, columns)
-    return 5 * (4 * m * m * n + 2 * m**3)
-
-
-# Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden). All but
-# one row are exact counts of model.py's block (tests: what autograd, or the compiler's partitioner, saves). "cuda eager"
-# is counted by hand: a GPU's RMSNorm is one kernel and keeps its bf16 input instead of fp32 copies. A CPU's attention
-# keeps its probabilities besides (kernels/cpu.py).
+# Bytes per token that one block keeps for backward, as multiples of (d_model, n_kv_heads * head_dim, ffn_hidden): exact
+# counts of model.py's block (tests: what autograd, or the compiler's partitioner, saves), but "cuda eager" by hand: a GPU's
+# RMSNorm keeps its bf16 input instead of fp32 copies. A CPU's attention keeps its probabilities besides (kernels/cpu.py).
 SAVED = {
     "cuda compiled": {"standard": (18, 6, 6), "diff": (20, 8, 6), "diff_v2": (24, 6, 6)},
     "cuda eager": {"standard": (22, 8, 8), "diff": (28, 10, 8), "diff_v2": (30, 8, 8)},
@@ -212,8 +188,8 @@ def memory_moments(settings, body: Anatomy, micro_batch: int, shard: int, chosen
     update    the optimizer step
     """
     s = settings
-    muon, total, tokens = body.parameters["block"], body.parameters["total"], micro_batch * s.max_len
-    block, d, small = muon // s.n_layers, s.d_model, total - muon
+    blocks, total, tokens = body.parameters["block"], body.parameters["total"], micro_batch * s.max_len
+    block, d, small = blocks // s.n_layers, s.d_model, total - blocks
     embedding = s.padded_vocab_size * d
     roots = embedding * (1 if s.tie_embeddings else 2)
     device = chosen["device"]
@@ -224,25 +200,24 @@ def memory_moments(settings, body: Anatomy, micro_batch: int, shard: int, chosen
     at_work = tokens * (4 * d + 4 * s.ffn_hidden)  # gradients of activations on their way through the FFN
     if s.activation_checkpointing != "none":  # one block is made again
         at_work += tokens * (saved_bytes(s, live) - saved_bytes(s, mode))
+    ranks = math.inf if s.cpu_offload else shard  # that share what lies in the devices' memory
     persistent = {
-        "weights": 4 * total / shard,
-        "muon state": 4 * muon / shard,
-        "adamw state": (8 if s.adamw == "fp32" else 2 * (1 + 4 / 256)) * small / shard,
+        "weights": 4 * total / ranks,
+        "muon state": 4 * blocks / ranks,
+        "adamw state": (8 if s.adamw == "fp32" else 2 * (1 + 4 / 256)) * small / ranks,
         "CUDA context, NCCL": CONTEXT if device == "cuda" else 0,
     }
-    if s.cpu_offload:
-        persistent |= {"weights": 0, "muon state": 0, "adamw state": 0}
-    gradients = 0 if s.cpu_offload else 4 * total / shard
+    gradients = 4 * total / ranks
     running = persistent | {
         "gradients": gradients if accum > 1 and s.reduce_every_micro_step else 0,
         "unsharded fp32 gradients": 4 * total if accum > 1 and not s.reduce_every_micro_step else 0,
         "activations": activations + tokens * d * ROOT_SAVED,
-        "gathered weights": 2 * roots + (0 if s.reshard_after_forward else 2 * muon),
+        "gathered weights": 2 * roots + (0 if s.reshard_after_forward else 2 * blocks),
         "batch": 16 * tokens * accum,
     }
     more = 2 * 2 * block if s.reshard_after_forward else 0
     chunk = min(tokens, s.loss_chunk) * s.padded_vocab_size
-    buckets = min(10 * muon / shard, 18 * 2**26) if shard > 1 else 4 * 2**20  # muon.py: four alive, in bf16
+    buckets = min(10 * blocks / shard, 18 * 2**26) if shard > 1 else 4 * 2**20  # muon.py: four alive, in bf16
     return {
         "loss": running | {"loss chunk": (16 if tokens > s.loss_chunk else 12) * chunk + 6 * embedding + 2 * tokens * d},
         "backward": running | {
@@ -267,9 +242,10 @@ def memory_peak(moments: dict, chosen: dict) -> tuple[str, dict, float]:
 
 def optimizer_seconds(body: Anatomy, gpu: Gpu, gpus: int, shard: int) -> dict:
     """Seconds of the optimizer step: Muon split over all ranks, its traffic, and the elementwise rest."""
-    work = sorted((orthogonalize_flops(*m) for m in body.blocks), reverse=True)
     loads = [0.0] * gpus
-    for flops in work:  # longest first to the least loaded, as muon.py deals them
+    for flops in sorted(
+        (muon.orthogonalize_flops(*m) for m in body.blocks), reverse=True
+    ):  # longest first to the least loaded, as muon.py deals them
         loads[loads.index(min(loads))] += flops
     compute = max(loads) / (gpu.bf16 * ACHIEVED["muon"])
     link = gpu.link if gpus <= 8 else gpu.net
@@ -285,22 +261,22 @@ def step_seconds(settings, body: Anatomy, gpu: Gpu, gpus: int, shard: int, accum
     tokens = s.micro_batch * s.max_len
     linear = 6 * body.parameters["block"]
     head = 6 * s.padded_vocab_size * s.d_model
-    # MFU's convention counts all T x T scores; causal needs half
-    attention = max(0.0, per_token - linear - head) / 2
+    attention = max(0.0, per_token - linear - head) / 2  # MFU counts all T x T scores; causal needs half
     rate = gpu.bf16 * ACHIEVED["bf16"]
     block_rate = gpu.fp8 * ACHIEVED["fp8"] * FP8_GAIN[s.fp8_recipe] if chosen["fp8"] and gpu.fp8 else rate
-    softmax_rate = gpu.bf16 * ACHIEVED["attention"]
-    compute = tokens * (linear / block_rate + head / rate + attention * 7 / 6 / softmax_rate)
-    # of the blocks' forward
-    again = {"none": 0, "selective": 1 / 9, "full": 1 / 3}[s.activation_checkpointing]
+    compute = tokens * (
+        linear / block_rate + head / rate + attention * 7 / 6 / (gpu.bf16 * ACHIEVED["attention"])
+    )
+    again = {"none": 0, "selective": 1 / 9, "full": 1 / 3}[s.activation_checkpointing]  # of the blocks' FLOPs
     compute += again * tokens * linear / block_rate
     passes = 1.0 if chosen["compile"] else 2.6
     elementwise = passes * 3 * 2 * tokens * (8 * s.d_model + 2 * s.ffn_hidden) * s.n_layers
     # the loss: compiled, two readings of the bf16 logits and a gradient; eager, fourteen fp32 passes (model.rows_loss)
     elementwise += tokens * s.padded_vocab_size * (8 if chosen["compile"] else 60)
     compute += elementwise / (gpu.bandwidth * ACHIEVED["bandwidth"])
-    # NVLink inside a node, then one rail of the network per GPU
-    link = gpu.link if shard <= 8 else gpu.net * 8
+    link = (
+        gpu.link if shard <= 8 else gpu.net * 8
+    )  # NVLink inside a node, then one rail of the network per GPU
     gathers = 2 if s.reshard_after_forward else 1
     reduces = 1 if s.reduce_every_micro_step else 1 / accum
     volume = total * (shard - 1) / shard * (2 * gathers + 4 * reduces)  # bf16 gathers, fp32 reduce-scatter
@@ -333,7 +309,7 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     if gpus % shard:
         raise s.error("shard_size", f"does not divide {gpus} GPUs")
     chosen = choices(s, device)
-    body = anatomy(s)
+    body = Anatomy(s)
     parameters, total = body.parameters, body.parameters["total"]
     if chosen["device"] == "cpu":
         device = dataclasses.replace(device, memory=host_memory() / gpus)
@@ -350,9 +326,9 @@ def plan(settings, gpus: int = 8, gpu: str = "h200") -> Plan:
     moments = memory_moments(s, body, s.micro_batch, shard, chosen, accum)
     moment, parts, peak = memory_peak(moments, chosen)
     speed = step_seconds(s, body, device, gpus, shard, accum, chosen)
-    muon = parameters["block"]
+    blocks = parameters["block"]
     # an 8-bit state is stored twice: the codes of each rank, and fp32 for another world size
-    states = 4 * total + 4 * muon + (8 if s.adamw == "fp32" else 8 + 2 * (1 + 4 / 256)) * (total - muon)
+    states = 4 * total + 4 * blocks + (8 if s.adamw == "fp32" else 8 + 2 * (1 + 4 / 256)) * (total - blocks)
     start_up = START_UP[chosen["device"]]
     run_hours = (s.steps * speed["seconds_per_step"] + start_up) / 3600
     budget = s.max_hours or s.job_hours
@@ -403,8 +379,7 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
     peak_gb, capacity_gb = result.memory["peak"] / GB, result.memory["capacity"] / GB
     largest, tokens = result.memory["largest_micro_batch"], number(result.facts["tokens"])
     if assumed_vocabulary:
-        assumed = f"{result.facts['vocab_size']:,} assumed"
-        warn(f"vocab_size is not set: {assumed} until the data's metadata.json says it")
+        warn(f"vocab_size is not set: {s.vocab_size:,} assumed until the data's metadata.json says it")
     if peak_gb > capacity_gb:
         cures = [f"micro_batch={largest}"] if largest else []
         for name, value in (
@@ -423,18 +398,16 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
         share = money["budget_share"]
         bought = f"{money['budget_hours']:g} h buy about {100 * share:.0f} % of the {tokens}-token schedule"
         if s.max_hours and s.max_hours <= warmup:
-            result.problems.append(
-                f"max_hours={s.max_hours:g} end inside the warm-up, which takes {warmup:.2g} h: "
-                f"lower warmup_steps={s.warmup_steps}, or raise max_hours"
-            )
+            ends = f"max_hours={s.max_hours:g} end inside the warm-up, which takes {warmup:.2g} h"
+            result.problems.append(f"{ends}: lower warmup_steps={s.warmup_steps}, or raise max_hours")
         elif share < 1 and s.max_hours:
             warn(f"{bought}: the decay will be moved to end at about step {share * s.steps:,.0f}")
         elif share < 1:
-            warn(
-                f"{bought}: about {math.ceil(1 / share) if share else 'too many'} launches of job_hours={s.job_hours:g}, "
-                f"the rate still {'at its peak' if s.schedule == 'wsd' else 'near its peak'} after the first. To end "
-                f"decayed, set max_hours, or target_tokens={money['budget_tokens']:.2g}"
+            launches = (
+                f"about {math.ceil(1 / share) if share else 'too many'} launches of job_hours={s.job_hours:g}"
             )
+            decayed = f"To end decayed, set max_hours, or target_tokens={money['budget_tokens']:.2g}"
+            warn(f"{bought}: {launches}, the rate still near its peak after the first. {decayed}")
             of_that = 100 * s.warmup_steps / max(1, share * s.steps)
             if share * s.steps < 5 * s.warmup_steps:
                 warn(f"warmup_steps={s.warmup_steps} are {of_that:.0f} % of that")
@@ -443,10 +416,7 @@ def judge(result: Plan, s, fits, sizes: list[int], assumed_vocabulary: bool):
     if not speed["communication_hidden"]:
         warn("FSDP's traffic is not hidden behind compute: raise micro_batch, or set shard_size (HSDP)")
     if s.use_fp8 == "auto" and result.facts["fp8"] and s.fp8_recipe == "rowwise":
-        warn(
-            "fp8_recipe=rowwise gained 10 % on a published 8B (25 % there needed tensorwise and float8 all-gather, not used "
-            "here): measure with python -m bench gpu"
-        )
+        warn("fp8_recipe=rowwise gained 10 % on a published 8B: measure with python -m bench gpu")
     if result.facts["fp8"] and not result.facts["compile"]:
         warn("fp8 without compile is slower than bf16: use_compile=True, or use_fp8=off")
 
@@ -474,11 +444,11 @@ def overlay(folders: list[str]) -> int:
     curves = {}
     for folder in folders:
         path = folder if folder.endswith(".jsonl") else os.path.join(folder, "metrics.jsonl")
-        rows = read_rows(path)
-        if not rows:
+        name = os.path.basename(os.path.dirname(os.path.abspath(path)))
+        curves[name] = read_rows(path)
+        if not curves[name]:
             print(f"{path}: no rows of metrics", file=sys.stderr)
             return 65
-        curves[os.path.basename(os.path.dirname(os.path.abspath(path)))] = rows
     try:
         draw(curves, "curves.png")
     except ImportError:
@@ -494,26 +464,21 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0] == "--curve":
         return overlay(argv[1:])
-    options = {"gpus": "8", "gpu": "h200"}
-    rest = []
-    for argument in argv:
-        name, _, value = argument.lstrip("-").partition("=")
-        if argument.startswith("--") and name in options:
-            options[name] = value
-        elif argument != "--json":
-            rest.append(argument)
+    own = [a for a in argv if a.split("=")[0] in ("--gpus", "--gpu")]
+    options = dict(a.lstrip("-").partition("=")[::2] for a in ("--gpus=8", "--gpu=h200", *own))
     try:
         if options["gpu"] not in GPUS:
             raise SettingsError(f"--gpu={options['gpu']}: known are {', '.join(GPUS)}")
         if not options["gpus"].isdigit() or options["gpus"] == "0":
             raise SettingsError(f"--gpus={options['gpus']}: must be a positive number, written --gpus=8")
+        rest = [a for a in argv if a not in own and a != "--json"]
         result = plan(load_settings(rest), int(options["gpus"]), options["gpu"])
     except SettingsError as error:
         given = any(a.startswith("--gpus=") for a in argv)
         print(error if given else f"{error} (plan.py assumes --gpus=8 --gpu=h200)", file=sys.stderr)
         return error.exit_code
     print(json.dumps(dataclasses.asdict(result), indent=2) if "--json" in argv else "\n".join(result.lines()))
-    return result.exit_code
+    return 2 if result.problems else 0
 
 
 if __name__ == "__main__":

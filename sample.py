@@ -9,6 +9,7 @@ if __name__ == "__main__":
     entry.prepare()
 
 import argparse
+import itertools
 import os
 import sys
 
@@ -31,7 +32,7 @@ class Cache:
     def __init__(self, max_len: int):
         self.max_len, self.length = max_len, 0
 
-    def __call__(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, k, v):
         """Append; return all of them."""
         if self.length == 0:
             self.k, self.v = (t.new_empty(t.shape[0], self.max_len, *t.shape[2:]) for t in (k, v))
@@ -41,10 +42,7 @@ class Cache:
 
 
 @torch.no_grad()
-def generate(
-    model, ids: list[int], n_tokens: int, max_len: int, device, temperature=0.8, top_k=50, seed=0,
-    pad=1, cached=False,
-) -> list[int]:  # fmt: skip
+def generate(model, ids, n_tokens, max_len, device, temperature=0.8, top_k=50, seed=0, pad=1, cached=False):
     """`n_tokens` ids that continue `ids` (at least one). The context is the last `max_len` ids at first; when it is full
     the newer half goes on, at position 0 again.
 
@@ -74,7 +72,8 @@ def generate(
 def text(model, prompt: str, tokenizer, n_tokens: int, max_len: int, device, **options) -> str:
     """`prompt` and what continues it, up to an end of document; `options` of generate. Without a prompt: a new document."""
     ids = tokenizer.encode(prompt) or [tokenizer.eot or 0]
-    return prompt + tokenizer.decode(generate(model, ids, n_tokens, max_len, device, **options))
+    ids = generate(model, ids, n_tokens, max_len, device, **options)
+    return prompt + tokenizer.decode(itertools.takewhile(lambda i: i != tokenizer.eot, ids))
 
 
 def load(path: str):
@@ -84,12 +83,8 @@ def load(path: str):
     from settings import FIELDS, Settings
     from store import read_export, read_model
 
-    for folder in (path, os.path.join(path, "export")):
-        if os.path.exists(os.path.join(folder, "config.json")):
-            config, tensors = read_export(folder)
-            break
-    else:
-        config, tensors = read_model(path)
+    exports = [p for p in (path, f"{path}/export") if os.path.exists(f"{p}/config.json")]
+    config, tensors = read_export(exports[0]) if exports else read_model(path)
     settings = Settings(**{k: v for k, v in config["settings"].items() if k in FIELDS})
     settings.use_fp8, settings.use_compile = "off", False  # fp32, which every machine has
     model = Nova(settings)
@@ -119,17 +114,11 @@ def main(argv=None):
     model.to(device)
     if tokenizer.kind == "ids":
         sys.exit(f"sample.py: {arguments.path}: its data named no tokenizer, so there is no text to read")
-    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eot or 0]
-    for i in range(arguments.samples):
-        ids = generate(
-            model, prompt, arguments.tokens, settings.max_len, device,
-            arguments.temperature, arguments.top_k, arguments.seed + i, cached=True,
-        )  # fmt: skip
-        if tokenizer.eot in ids:
-            ids = ids[: ids.index(tokenizer.eot)]
-        print(arguments.prompt + tokenizer.decode(ids))
-        if i + 1 < arguments.samples:
-            print("-" * 40)
+    options = dict(temperature=arguments.temperature, top_k=arguments.top_k, cached=True)
+    where, first = (settings.max_len, device), arguments.seed
+    for seed in range(first, first + arguments.samples):
+        print("-" * 40 + "\n" if seed > first else "", end="")
+        print(text(model, arguments.prompt, tokenizer, arguments.tokens, *where, seed=seed, **options))
 
 
 if __name__ == "__main__":

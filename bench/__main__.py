@@ -15,7 +15,6 @@ The one rule: contenders take turns inside one process, in an order that reverse
 slows them alike. A row compares medians over the rounds; its ratio is the median of the rounds' ratios, above 1 where
 Nova is ahead; `spread` is the 10-90 % range of those ratios over their median. Where the ratio is within its spread of 1
 the row says `inconclusive`, whatever the medians say. One row a line, `bench CASE OURS=… PEER=… ratio=…`, or JSON lines.
-The peers are in peers.py.
 """
 
 from launch import entry
@@ -24,6 +23,7 @@ if __name__ == "__main__":
     entry.prepare()
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -40,35 +40,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import peers
-from .tools import (
-    SIZES,
-    Alone,
-    NovaTrainer,
-    Report,
-    batch_of,
-    characters,
-    compare,
-    contenders,
-    environment,
-    loss_pair,
-    matmul_peak,
-    measure,
-    muon_on_ranks,
-    muon_steps,
-    nova_settings,
-    on_ranks,
-    peak_bytes,
-    quiet,
-    ranks_step,
-    windows,
-)
+from . import peers, tools
+from .tools import SIZES, NovaTrainer, Report, batch_of, compare, measure, nova_settings, peak_bytes
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BASELINE = os.path.join(HERE, "tests", "bench_baseline.json")
 TOLERANCE = 0.25  # of --check
-
-# --- train --------------------------------------------------------------------------------------------------
 
 
 def case_train(report: Report, options):
@@ -78,8 +55,8 @@ def case_train(report: Report, options):
         x, y = batch_of(size)
         for threads in options.threads:
             torch.set_num_threads(threads)
-            peak = matmul_peak(torch.bfloat16, clock=options.clock)
-            trainers = contenders(size, options.compile, options.attention)
+            peak = tools.matmul_peak(torch.bfloat16, clock=options.clock)
+            trainers = tools.contenders(size, options.compile, options.attention)
             steps = {}
             for contender, trainer in trainers.items():
                 steps[contender, "micro"] = partial(trainer.micro, x, y)
@@ -94,20 +71,15 @@ def case_train(report: Report, options):
                     peak_MiB=peak_bytes(steps[contender, "micro"]) / 2**20,
                 )  # fmt: skip
             for k in size["accumulate"]:
-                step = {
-                    c: [k * m + u for m, u in zip(times[c, "micro"], times[c, "update"], strict=True)]
-                    for c in trainers
-                }
-                for ours in (n for n in trainers if n.startswith("nova")):
-                    for peer in (n for n in trainers if not n.startswith("nova")):
-                        if ours == "nova-fp32" and not peer.endswith("fp32"):
-                            continue
-                        case = f"train/{name}/{threads}t/{k * x.numel()}"
-                        report.row(compare(case, step, ours, peer, k * x.numel(), "tok/s"))
+                both = {c: zip(times[c, "micro"], times[c, "update"], strict=True) for c in trainers}
+                step = {c: [k * micro + update for micro, update in pairs] for c, pairs in both.items()}
+                case = f"train/{name}/{threads}t/{k * x.numel()}"
+                for nova, peer in itertools.product(trainers, trainers):
+                    if not nova.startswith("nova") or peer.startswith("nova"):
+                        continue
+                    if nova != "nova-fp32" or peer.endswith("fp32"):
+                        report.row(compare(case, step, nova, peer, k * x.numel(), "tok/s"))
     torch.set_num_threads(1)
-
-
-# --- quality ------------------------------------------------------------------------------------------------
 
 
 def case_quality(report: Report, options):
@@ -117,7 +89,7 @@ def case_quality(report: Report, options):
     if not options.text:
         return report.fact("quality", skipped="give a text: python -m bench quality --text FILE")
     size = dict(SIZES[options.sizes[0]])
-    train, validation, size["vocab"] = characters(options.text)
+    train, validation, size["vocab"] = tools.characters(options.text)
     steps, chunk, warmup = options.steps, max(1, options.steps // 20), min(100, options.steps // 10)
     finals, reached, tokens = {"nova": [], "nanogpt": []}, [], size["batch"] * size["context"]
     for seed in range(options.seeds):
@@ -129,9 +101,8 @@ def case_quality(report: Report, options):
         gpt = peers.nanogpt(size["vocab"], size["d"], size["layers"], size["heads"], size["context"])
         trainers = {"nova": NovaTrainer(settings), "nanogpt": gpt}
         horizon = schedule.first_horizon(settings)
-        held_out = windows(
-            validation, 50 if options.tiny else 400, size["context"], torch.Generator().manual_seed(1234)
-        )
+        many, generator = 50 if options.tiny else 400, torch.Generator().manual_seed(1234)
+        held_out = tools.windows(validation, many, size["context"], generator)
         seconds = dict.fromkeys(trainers, 0.0)
         curve = {name: [(0, 0.0, t.evaluate(*held_out))] for name, t in trainers.items()}
         for start in range(0, steps, chunk):
@@ -139,7 +110,7 @@ def case_quality(report: Report, options):
                 trainer, begin = trainers[name], time.perf_counter()
                 for step in range(start, min(steps, start + chunk)):
                     generator = torch.Generator().manual_seed(10**6 * seed + step)
-                    trainer.micro(*windows(train, size["batch"], size["context"], generator))
+                    trainer.micro(*tools.windows(train, size["batch"], size["context"], generator))
                     if name == "nova":
                         muon_lr, _, momentum = schedule.rates(step, settings, horizon)
                         trainer.update(muon_lr / settings.muon_lr, momentum)
@@ -164,14 +135,11 @@ def case_quality(report: Report, options):
     report.row(compare("quality/time-to-loss", times, "nova", "nanogpt", 0, "s", **facts))
 
 
-# --- loss ---------------------------------------------------------------------------------------------------
-
-
 def case_loss(report: Report, options):
     """The loss head: time, and the peak of live bytes above its inputs."""
     tokens, d, vocab = (64, 32, 512) if options.tiny else (2048, 256, 65536)
     for chunk in (16, 32) if options.tiny else (128, 256, 512, 2048):
-        pair = loss_pair(tokens, d, vocab, chunk)
+        pair = tools.loss_pair(tokens, d, vocab, chunk)
         peak = {name: peak_bytes(f) / 2**20 for name, f in pair.items()}
         times = measure(pair, options.rounds, 0, clock=options.clock)
         report.row(compare(
@@ -180,24 +148,18 @@ def case_loss(report: Report, options):
         ))  # fmt: skip
 
 
-# --- muon ---------------------------------------------------------------------------------------------------
-
-
 def case_muon(report: Report, options):
     """One process against torch.optim.Muon; two processes against every rank repeating the work."""
     alone = [(4, 16, 32)] if options.tiny else [(24, 256, 1024), (192, 32, 128), (12, 1024, 1024)]
     together = alone if options.tiny else [(16, 256, 896), (24, 256, 1024), (12, 1024, 1024)]
     for n, *shape in alone:
-        times = measure(muon_steps([shape] * n), options.rounds, options.seconds, clock=options.clock)
+        times = measure(tools.muon_steps([shape] * n), options.rounds, options.seconds, clock=options.clock)
         for peer in ("torch.optim.Muon", "seed"):
             report.row(compare(f"muon/{n}x{shape[0]}x{shape[1]}", times, "nova", peer, 0, "s"))
     for n, *shape in together:
-        ranks = on_ranks(muon_on_ranks, 2, 300, shapes=[shape] * n, rounds=options.rounds)
+        ranks = tools.on_ranks(tools.muon_on_ranks, 2, 300, shapes=[shape] * n, rounds=options.rounds)
         slowest = {k: [max(pair) for pair in zip(*(r[k] for r in ranks), strict=True)] for k in ranks[0]}
         report.row(compare(f"muon/2ranks/{n}x{shape[0]}x{shape[1]}", slowest, "nova", "repeat", 0, "s"))
-
-
-# --- data ---------------------------------------------------------------------------------------------------
 
 
 def write_shards(folder: str, shards: int, rows: int, context: int) -> list[str]:
@@ -226,14 +188,14 @@ def case_data(report: Report, options):
             dict(SIZES["tiny"], vocab=50304, context=context, batch=batch), data=folder, domains=["text"], val_rows=4,
             eval_rows=4, final_eval_rows=4,
         )  # fmt: skip
-        stream = data.open_stream(settings, Alone(), log=quiet)
+        stream = data.open_stream(settings, tools.alone(), log=tools.quiet)
         loaders = {
             "nova": lambda: stream.next_batch(batch),
             "nanogpt-get_batch": peers.window_loader(os.path.join(folder, "all.bin"), batch, context),
             "torch-DataLoader": peers.torch_loader(paths, batch),
         }
         times = measure(loaders, options.rounds, options.seconds)
-        for peer in list(loaders)[1:]:
+        for peer in ("nanogpt-get_batch", "torch-DataLoader"):
             report.row(compare("data/loader", times, "nova", peer, batch * context, "tok/s"))
         before, batches = resident(), 50 if options.tiny else 10_000
         for _ in range(batches):
@@ -247,9 +209,6 @@ def resident() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# --- checkpoint ---------------------------------------------------------------------------------------------
-
-
 def case_checkpoint(report: Report, options):
     """How long a save keeps training waiting, and how fast it writes, against torch.save of the same tensors."""
     import muon
@@ -260,13 +219,11 @@ def case_checkpoint(report: Report, options):
     shared = {**{f"model.{n}": p.detach() for n, p in trainer.model.named_parameters()}, **state}
     size = sum(t.numel() * t.element_size() for t in shared.values())
     folder = tempfile.mkdtemp(prefix="bench-checkpoint-")
-    saves = Store(os.path.join(folder, "nova"), Alone(), keep=1, log=quiet)
-    pauses, walls, step = [], [], 0
+    saves = Store(os.path.join(folder, "nova"), tools.alone(), keep=1, log=tools.quiet)
+    pauses, walls, steps = [], [], itertools.count(1)
 
     def ours():
-        nonlocal step
-        step += 1
-        begin = time.perf_counter()
+        step, begin = next(steps), time.perf_counter()
         saves.save(step, "latest", shared, {}, {"step": step})
         pauses.append(time.perf_counter() - begin)
         saves.wait()
@@ -289,29 +246,24 @@ def case_checkpoint(report: Report, options):
     shutil.rmtree(folder)
 
 
-# --- startup ------------------------------------------------------------------------------------------------
-
 IMPORTS = "numpy torch torchao.float8 bitsandbytes huggingface_hub model muon data store".split()
 
 
 def until(pattern: str, command: list[str], deadline: float = 300) -> float:
     """Seconds until the command prints a line that matches; it is ended there."""
     start, environ = time.perf_counter(), {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command, cwd=HERE, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = []
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if re.search(pattern, line):
-                return time.perf_counter() - start
-            if time.perf_counter() - start > deadline:
-                break
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with subprocess.Popen(command, cwd=HERE, env=environ, **output) as process:
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if re.search(pattern, line):
+                    return time.perf_counter() - start
+                if time.perf_counter() - start > deadline:
+                    break
+        finally:
+            process.kill()
     raise RuntimeError(f"{' '.join(command)} never printed {pattern!r}:\n" + "".join(lines[-20:]))
 
 
@@ -333,14 +285,10 @@ def case_startup(report: Report, options):
         for peer in ("nanogpt", "seed-imports"):
             report.row(compare("startup/first-step", times, "nova", peer, 0, "s"))
     code = "import {}; print('imported')"
-    imports = {
-        m: partial(until, "^imported", [sys.executable, "-c", code.format(m)]) for m in ("sys", *IMPORTS)
-    }
+    command = [sys.executable, "-c"]
+    imports = {m: partial(until, "^imported", [*command, code.format(m)]) for m in ("sys", *IMPORTS)}
     times = measure(imports, min(3, options.rounds), 0)
     report.fact("startup/imports", **{f"{m}_s": statistics.median(t) for m, t in times.items()})
-
-
-# --- scale --------------------------------------------------------------------------------------------------
 
 
 def case_scale(report: Report, options):
@@ -364,27 +312,21 @@ def case_scale(report: Report, options):
             s = trainer.settings
             tokens, seconds = s.micro_batch * s.max_len, statistics.median(times[value])
             costs = {"time": seconds, "flops": tokens * trainer.flops, "bytes": peak_bytes(steps[value])}
-            facts = {
-                axis: value,
-                "tok/s": tokens / seconds,
-                "ms": 1e3 * seconds,
-                "peak_MiB": costs["bytes"] / 2**20,
-            }
+            facts = {axis: value, "tok/s": tokens / seconds, "ms": 1e3 * seconds}
+            facts["peak_MiB"] = costs["bytes"] / 2**20
             if last:
                 log = math.log(value / last[0])
                 facts |= {f"{k}_exponent": math.log(costs[k] / last[1][k]) / log for k in costs}
             report.fact(f"scale/{axis}", **facts)
             last = value, costs
-    alone = on_ranks(ranks_step, 1, 300, size=base, rounds=options.rounds)[0]
-    both = [max(t) for t in zip(*on_ranks(ranks_step, 2, 300, size=base, rounds=options.rounds), strict=True)]
+    alone = tools.on_ranks(tools.ranks_step, 1, 300, size=base, rounds=options.rounds)[0]
+    both = tools.on_ranks(tools.ranks_step, 2, 300, size=base, rounds=options.rounds)
+    both = [max(t) for t in zip(*both, strict=True)]
     a, b = statistics.median(alone), statistics.median(both)
     report.fact(
         "scale/ranks", ranks=2, one_ms=1e3 * a, two_ms=1e3 * b, throughput_exponent=math.log2(2 * a / b),
         should_be=1.0, cores=os.cpu_count(),
     )  # fmt: skip
-
-
-# --- check --------------------------------------------------------------------------------------------------
 
 
 def facts_now() -> dict[str, float]:
@@ -395,7 +337,7 @@ def facts_now() -> dict[str, float]:
     settings = nova_settings(size)
     trainer = NovaTrainer(nova_settings(SIZES["0.8M"]))
     x, y = batch_of(SIZES["0.8M"])
-    pair = {name: peak_bytes(f) for name, f in loss_pair(512, 64, 8192, 128).items()}
+    pair = {name: peak_bytes(f) for name, f in tools.loss_pair(512, 64, 8192, 128).items()}
     listing = [sys.executable, "-c", "import sys, train_nova; print(*sys.modules)"]
     modules = subprocess.run(listing, cwd=HERE, capture_output=True, text=True).stdout.split()
     late = {"torchao", "bitsandbytes", "huggingface_hub"}
@@ -413,10 +355,10 @@ def ratios_now(rounds: int = 5) -> dict[str, float]:
     """Ratios that are far from 1 or steady, best of the rounds against best of the rounds; larger is better for Nova.
     Both sides compute in the same dtype, since CPUs differ in what bf16 gains; the clock counts this process alone."""
     size, batch = SIZES["0.8M"], batch_of(SIZES["0.8M"])
-    small = measure(muon_steps([(32, 128)] * 96), rounds, 0.05, clock="cpu")
-    large = measure(muon_steps([(256, 1024)] * 8), rounds, 0.05, clock="cpu")
-    loss = measure(loss_pair(512, 64, 16384, 128), rounds, 0.05, clock="cpu")
-    trainers = contenders(size, False, "diff")
+    small = measure(tools.muon_steps([(32, 128)] * 96), rounds, 0.05, clock="cpu")
+    large = measure(tools.muon_steps([(256, 1024)] * 8), rounds, 0.05, clock="cpu")
+    loss = measure(tools.loss_pair(512, 64, 16384, 128), rounds, 0.05, clock="cpu")
+    trainers = tools.contenders(size, False, "diff")
     names = ("nova", "nova-fp32", "nanogpt-fp32", "seed-bf16")
     train = measure({n: partial(trainers[n].micro, *batch) for n in names}, rounds, 0.05, clock="cpu")
 
@@ -470,8 +412,6 @@ def worse(now: dict, baseline: dict) -> list[str]:
     return lines
 
 
-# --- command line -------------------------------------------------------------------------------------------
-
 CASES = {
     "train": case_train, "quality": case_quality, "loss": case_loss, "muon": case_muon, "data": case_data,
     "checkpoint": case_checkpoint, "startup": case_startup, "scale": case_scale,
@@ -479,9 +419,8 @@ CASES = {
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("bench", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     option, words = parser.add_argument, f"{', '.join(CASES)}, gpu"
     option("cases", nargs="*", metavar="case", help=f"{words}; none: all but gpu; quality needs --text")
     option("--json", action="store_true", help="one JSON object a line")
@@ -493,12 +432,8 @@ def main(argv=None) -> int:
     option("--sizes", nargs="*", choices=list(SIZES), help="train: 0.8M 12M; quality: 0.8M")
     option("--threads", type=int, nargs="*", default=[1, 2], help="train: CPU threads")
     option("--attention", default="diff", choices=["diff", "diff_v2", "standard"])
-    option(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="train: compiled too; gpu: compiled",
-    )
+    on_or_off = argparse.BooleanOptionalAction
+    option("--compile", action=on_or_off, default=True, help="train: compiled too; gpu: compiled")
     option("--text", help="quality: a text file")
     option("--steps", type=int, default=2000, help="quality: optimizer steps")
     option("--seeds", type=int, default=1, help="quality: repetitions")
@@ -520,7 +455,7 @@ def run(options) -> int:
     """The cases, one after the other; 1 if one of `gpu` failed."""
     report, sizes, failed = Report(options.json), options.sizes, 0
     if not options.tiny and options.cases != ["gpu"]:
-        environment(report, options.clock)
+        tools.environment(report, options.clock)
     for name in options.cases or [c for c in CASES if c != "quality" or options.text]:
         if name == "gpu":
             from . import gpu

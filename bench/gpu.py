@@ -7,8 +7,7 @@ left is short, and survives a failing or out-of-memory case, so that a run cut s
     python -m bench gpu [--minutes 8]           # configurations run one after the other, repetitions inside each
     python -m bench gpu --tiny --no-compile     # the same script on a CPU with toy shapes: does it run?
 
-Peers of a configuration are its own variants: the same blocks in bf16. `extrapolate` is labelled as such: measured
-compute of one GPU, the traffic that plan.py computes for 8 (nothing here ran NCCL).
+`extrapolate` is no measurement: compute of one GPU, and the traffic that plan.py computes for 8 (nothing here ran NCCL).
 """
 
 import gc
@@ -16,11 +15,13 @@ import os
 import statistics
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import muon
 import plan
 from kernels import choose_attention
 from settings import load_settings
@@ -74,9 +75,6 @@ class Device:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated() if self.type == "cuda" else 0
 
-    def total(self) -> int:
-        return torch.cuda.get_device_properties(0).total_memory if self.type == "cuda" else 150 * 10**9
-
     def time(self, function, rounds: int | None = None) -> list[float]:
         """Seconds of each of `rounds` calls, after two that warm up."""
         return measure({"alone": function}, rounds or self.rounds, 0, self.sync)["alone"]
@@ -105,27 +103,22 @@ def step_of(device: Device, layers: int, batch: int | None = None, **changes) ->
     peak = device.peak()
     update = device.time(lambda: trainer.update(0.01), min(3, device.rounds))
     planned = plan.plan(settings, 1, "h200").memory["peak"]
-    return dict(
-        micro=micro, update=update, peak=peak, planned=planned, first=first, tokens=x.numel(), flops=trainer.flops
-    )  # fmt: skip
+    times = dict(micro=micro, update=update, first=first)
+    return dict(**times, peak=peak, planned=planned, tokens=x.numel(), flops=trainer.flops)
 
 
 def case_environment(report: Report, device: Device, found: dict):
     """The device and the matmul rates it reaches at the FFN's shape: the ceiling of everything below."""
     s = device.size
     n, d, f = s["batch"] * s["context"], s["d"], s["ffn"]
-    facts = dict(
-        device=torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu", torch=torch.__version__
-    )
+    name = torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu"
+    facts = dict(device=name, torch=torch.__version__)
     a, b = (torch.randn(shape, device=device.type).bfloat16() for shape in ((n, d), (f, d)))
     facts["bf16_TF"] = 2 * n * d * f / min(device.time(lambda: a @ b.t())) / 1e12
     if device.type == "cuda":
         one = torch.ones((), device="cuda")
         qa, qb = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-
-        def scaled():
-            return torch._scaled_mm(qa, qb.t(), one, one, out_dtype=torch.bfloat16)
-
+        scaled = partial(torch._scaled_mm, qa, qb.t(), one, one, out_dtype=torch.bfloat16)
         facts["fp8_TF"] = 2 * n * d * f / min(device.time(scaled)) / 1e12
     report.fact("gpu/env", **facts)
 
@@ -148,10 +141,8 @@ def case_attention(report: Report, device: Device, found: dict):
     for form, (heads, kv, qk, useful_qk, vd, calls) in shapes.items():
         for kind in ("flash", "cudnn", "efficient"):
             backend = SDPBackend.__members__[f"{kind.upper()}_ATTENTION"]
-            q, k, v = (
-                torch.randn(s["batch"], h, s["context"], c, device=device.type).bfloat16().requires_grad_()
-                for h, c in ((heads, qk), (kv, qk), (kv, vd))
-            )
+            sizes = ((s["batch"], h, s["context"], c) for h, c in ((heads, qk), (kv, qk), (kv, vd)))
+            q, k, v = (torch.randn(n, device=device.type).bfloat16().requires_grad_() for n in sizes)
 
             def both(q=q, k=k, v=v, backend=backend):
                 with sdpa_kernel([backend]) if device.type == "cuda" else nullcontext():
@@ -163,8 +154,9 @@ def case_attention(report: Report, device: Device, found: dict):
             except RuntimeError as e:
                 report.fact("gpu/sdpa", form=form, kernel=kind, failed=str(e).splitlines()[0][:60])
                 continue
-            # causal: half
-            useful = 3.5 * 2 * s["batch"] * heads * s["context"] ** 2 * (useful_qk + vd) / 2 * calls
+            useful = (
+                3.5 * 2 * s["batch"] * heads * s["context"] ** 2 * (useful_qk + vd) / 2 * calls
+            )  # causal: half
             report.fact("gpu/sdpa", form=form, kernel=kind, ms=1e3 * seconds, TF=useful / seconds / 1e12)
 
 
@@ -179,9 +171,7 @@ def case_blocks(report: Report, device: Device, found: dict):
         try:
             shallow, deep = step_of(device, low, **changes), step_of(device, high, **changes)
         except Exception as e:  # out of memory, a compiler's or a kernel's error: the next one may run
-            report.fact(
-                "gpu/block", configuration=name, failed=f"{type(e).__name__}: {e}".splitlines()[0][:160]
-            )
+            report.fact("gpu/block", configuration=name, failed=failure(e))
             continue
         a, b = (statistics.median(r["micro"]) for r in (shallow, deep))
         block, bytes_block = (b - a) / (high - low), (deep["peak"] - shallow["peak"]) / (high - low)
@@ -202,6 +192,10 @@ def case_blocks(report: Report, device: Device, found: dict):
             report.row(compare(f"gpu/{high}layers", times, name, "bf16", deep["tokens"], "tok/s"))
 
 
+def failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def best(found: dict) -> str | None:
     """The fastest configuration without recomputation that computes the default attention."""
     usable = [n for n in ("bf16", "fp8-tensorwise", "fp8-rowwise", "fp8-gw_hp", "bf16-eager") if n in found]
@@ -214,10 +208,11 @@ def case_depth(report: Report, device: Device, found: dict):
     if name is None:
         return report.fact("gpu/depth", skipped="no_configuration_ran")
     r = found[name]
-    fits = device.size["depth"]
+    layers = device.size["depth"]
     if r["bytes_block"] > 0:
-        fits = int((HEADROOM * device.total() - r["bytes_rest"]) / (r["bytes_block"] * 1.02))
-    layers = max(1, min(device.size["depth"], fits))
+        memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else 150 * 10**9
+        fits = int((HEADROOM * memory - r["bytes_rest"]) / (r["bytes_block"] * 1.02))
+        layers = max(1, min(layers, fits))
     predicted, peak = r["rest"] + layers * r["block"], r["bytes_rest"] + layers * r["bytes_block"]
     torch._dynamo.reset()
     deep = step_of(device, layers, **CONFIGURATIONS[name])
@@ -229,8 +224,7 @@ def case_depth(report: Report, device: Device, found: dict):
         update_ms=1e3 * min(deep["update"]),
     )  # fmt: skip
     low = device.size["layers"][0]
-    # per block; the largest that runs ends it
-    for batch in (4 * device.size["batch"], 2 * device.size["batch"]):
+    for batch in (4 * device.size["batch"], 2 * device.size["batch"]):  # the largest that runs ends it
         if device.left() < 60:
             return
         try:
@@ -239,9 +233,8 @@ def case_depth(report: Report, device: Device, found: dict):
             report.fact("gpu/micro_batch", micro_batch=batch, layers=low, failed="out_of_memory")
             continue
         rate = more["tokens"] / statistics.median(more["micro"])
-        report.fact(
-            "gpu/micro_batch", micro_batch=batch, layers=low, peak_GiB=more["peak"] / 2**30, **{"tok/s": rate}
-        )
+        facts = {"peak_GiB": more["peak"] / 2**30, "tok/s": rate}
+        report.fact("gpu/micro_batch", micro_batch=batch, layers=low, **facts)
         return
 
 
@@ -253,7 +246,7 @@ def case_muon(report: Report, device: Device, found: dict):
     blocks = {"m0": tuple(h * hd for h in (s["heads"], s["kv"], s["kv"]))}
     steps = muon_steps(shapes, device.type, blocks)
     times = {name: device.time(step) for name, step in steps.items()}
-    work = 5 * sum(4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3 for m, n in shapes)
+    work = sum(muon.orthogonalize_flops(m, n) for m, n in shapes)
     seconds = statistics.median(times["nova"])
     facts = dict(TF=work / seconds / 1e12, full_depth_on_8_ms=1e3 * seconds * s["depth"] / 8)
     for peer in ("torch.optim.Muon", "adamw"):
@@ -277,17 +270,13 @@ def case_extrapolate(report: Report, device: Device, found: dict):
     """From the slopes to the full depth on 8 GPUs: measured compute, plan.py's traffic. Not a measurement."""
     for name in {"bf16", best(found)} & set(found):
         r = found[name]
-        settings = load_settings(
-            [os.path.join(HERE, "config", "h200_8x.py"), "--vocab_size=65536", "--data=python"],
-            environ={},
-        )
+        config = os.path.join(HERE, "config", "h200_8x.py")
+        settings = load_settings([config, "--vocab_size=65536", "--data=python"], environ={})
         settings.micro_batch = device.size["batch"] if device.size is FULL else settings.micro_batch
         p = plan.plan(settings, 8, "h200")
-        micro = r["rest"] + settings.n_layers * r["block"]
-        traffic = p.speed["communication"]
+        micro, traffic = r["rest"] + settings.n_layers * r["block"], p.speed["communication"]
         optimizer = max(settings.n_layers * r["update"] / 8, p.speed["muon_communication"])
-        accum = p.facts["grad_accum"]
-        seconds = accum * (max(micro, traffic) + 0.03 * min(micro, traffic)) + optimizer
+        seconds = p.facts["grad_accum"] * (max(micro, traffic) + 0.03 * min(micro, traffic)) + optimizer
         rate = settings.tokens_per_step / seconds / 8
         report.fact(
             "gpu/EXTRAPOLATED-8xH200", configuration=name, layers=settings.n_layers, micro_ms=1e3 * micro,
@@ -316,7 +305,7 @@ def run(report: Report, options) -> int:
             case(report, device, found)
         except Exception as e:  # the other cases still count
             failures += 1
-            report.fact(f"gpu/{name}", failed=f"{type(e).__name__}: {e}".splitlines()[0][:200])
+            report.fact(f"gpu/{name}", failed=failure(e))
         device.clean()
     report.fact("gpu/done", failures=failures, seconds_left=device.left())
     return 1 if failures else 0

@@ -20,7 +20,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -59,8 +58,6 @@ class GPT(nn.Module):
             if p.ndim == 2:  # GPT-2's: 0.02, less on the two projections into the residual
                 residual = name.endswith(("proj.weight", "out.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
 
     def forward(self, ids, targets=None):
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
@@ -81,9 +78,8 @@ class Encoder(nn.Module):
     def __init__(self, vocab: int, d: int, layers: int, heads: int, context: int):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, d), nn.Embedding(context, d)
-        layer = nn.TransformerEncoderLayer(
-            d, heads, 4 * d, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
+        options = dict(dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(d, heads, 4 * d, **options)
         self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(d), enable_nested_tensor=False)
         for p in self.parameters():
             if p.ndim == 2:
@@ -121,10 +117,7 @@ class SeedBlock(nn.Module):
         self.attn_norm, self.ffn_norm = Scale(d), Scale(d)
         self.q_norm, self.k_norm, self.h_norm = Scale(self.hd), Scale(self.hd), Scale(self.hd)
         self.ls_a, self.ls_f = nn.Parameter(torch.full((d,), 0.1)), nn.Parameter(torch.full((d,), 0.1))
-        self.diff_lambda, self.head_gate = (
-            nn.Parameter(torch.full((heads,), 0.8)),
-            nn.Parameter(torch.ones(heads)),
-        )
+        self.diff_lambda, self.head_gate = (nn.Parameter(torch.full((heads,), v)) for v in (0.8, 1.0))
         for linear in (self.qkv, self.gate, self.up):
             nn.init.normal_(linear.weight, std=0.02)
         for linear in (self.o_proj, self.down):
@@ -157,9 +150,7 @@ class SeedBlock(nn.Module):
 class Seed(nn.Module):
     """The seed's model. forward(ids, targets) shifts inside, as the seed does: position t is scored on targets t+1."""
 
-    def __init__(
-        self, vocab: int, d: int, layers: int, heads: int, kv_heads: int, ffn: int, context: int, tied=True
-    ):
+    def __init__(self, vocab, d, layers, heads, kv_heads, ffn, context, tied=True):
         super().__init__()
         self.embed = nn.Embedding(vocab, d)
         self.layers = nn.ModuleList(SeedBlock(d, layers, heads, kv_heads, ffn) for _ in range(layers))
@@ -220,14 +211,12 @@ class Trainer:
 
     def __init__(self, model: nn.Module, optimizers: list, bf16: bool):
         self.model, self.optimizers, self.bf16 = model, optimizers, bf16
-        self.peak_rates = [g["lr"] for o in optimizers for g in o.param_groups]
 
     def loss(self, x, y):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             return self.model(x, y)
 
     def micro(self, x, y):
-        """Fresh gradients of one micro-batch x, y (B, T)."""
         self.model.zero_grad(set_to_none=True)
         loss = self.loss(x, y)
         loss.backward()
@@ -236,37 +225,31 @@ class Trainer:
     def update(self, share: float = 1.0):
         """Clip to norm 1 and step, every rate at `share` of its peak."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        rates = iter(self.peak_rates)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = next(rates) * share
+                group["lr"] = group.setdefault("peak", group["lr"]) * share
             optimizer.step()
 
     @torch.no_grad()
     def evaluate(self, x, y) -> float:
-        """Mean loss over x, y (N, T)."""
-        return sum(
-            self.loss(a, b).item() * len(a) for a, b in zip(x.split(50), y.split(50), strict=True)
-        ) / len(x)
+        parts = zip(x.split(50), y.split(50), strict=True)
+        return sum(self.loss(a, b).item() * len(a) for a, b in parts) / len(x)
 
 
-def nanogpt(vocab, d, layers, heads, context, bf16=False) -> Trainer:
-    """nanoGPT's model with its character-level recipe: AdamW 1e-3, betas 0.9, 0.99, decay 0.1, clip 1."""
-    model = GPT(vocab, d, layers, heads, context)
+def by_character(kind, vocab, d, layers, heads, context, bf16=False) -> Trainer:
+    """A model with nanoGPT's character-level recipe: AdamW 1e-3, betas 0.9, 0.99, decay 0.1, clip 1."""
+    model = kind(vocab, d, layers, heads, context)
     return Trainer(model, [adamw(model.parameters(), 1e-3, (0.9, 0.99))], bf16)
 
 
-def encoder(vocab, d, layers, heads, context, bf16=False) -> Trainer:
-    model = Encoder(vocab, d, layers, heads, context)
-    return Trainer(model, [adamw(model.parameters(), 1e-3, (0.9, 0.99))], bf16)
+nanogpt, encoder = partial(by_character, GPT), partial(by_character, Encoder)
 
 
 def seed(vocab, d, layers, heads, kv_heads, ffn, context, bf16=False) -> Trainer:
     """The seed's model and optimizers; its Muon as it would run if its sharded gradients were matrices. In bf16 the
     parameters are bf16 too, as in the seed (`model.to(bf16)` under autocast)."""
-    model = Seed(vocab, d, layers, heads, kv_heads, ffn, context).to(
-        torch.bfloat16 if bf16 else torch.float32
-    )
+    model = Seed(vocab, d, layers, heads, kv_heads, ffn, context)
+    model = model.bfloat16() if bf16 else model
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return Trainer(model, [SeedMuon(matrices), adamw(rest, 2e-4, (0.9, 0.95))], bf16)
@@ -277,9 +260,6 @@ def gpt_schedule(step: int, steps: int, warmup=100, floor=0.1) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-# --- loaders ------------------------------------------------------------------------------------------------
 
 
 def window_loader(path: str, batch: int, context: int):
@@ -319,9 +299,6 @@ def torch_loader(paths: list[str], batch: int):
     return partial(next, batches)
 
 
-# --- Muon, the short way ------------------------------------------------------------------------------------
-
-
 class RepeatMuon(torch.optim.Optimizer):
     """Sharded Muon where every rank gathers every matrix, orthogonalises all of them, and keeps its own rows."""
 
@@ -339,7 +316,7 @@ class RepeatMuon(torch.optim.Optimizer):
                 buffer = self.state[p]["momentum"].lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(buffer, group["momentum"]).bfloat16().full_tensor()
                 update = self.orthogonalize(update) * (0.2 * math.sqrt(max(p.shape)))
-                mine = update.chunk(dist.get_world_size())[dist.get_rank()].to(p.dtype)
+                mine = update.chunk(p.device_mesh.size())[p.device_mesh.get_local_rank()].to(p.dtype)
                 local = p.to_local()
                 local.mul_(1 - group["lr"] * group["weight_decay"])
                 local.add_(mine, alpha=-group["lr"])

@@ -9,11 +9,10 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
 
 from settings import Settings, assign, check
 
@@ -27,9 +26,6 @@ SIZES = {
     "0.8M": dict(vocab=65, d=128, layers=4, heads=4, context=64, batch=12, accumulate=(1,)),
     "12M": dict(vocab=4096, d=384, layers=6, heads=6, context=256, batch=8, accumulate=(8,)),
 }
-
-
-# --- measuring ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -64,27 +60,22 @@ class Report:
 
     def row(self, row: Row):
         self.rows.append(row)
-        values = {
-            f: getattr(row, f)
-            for f in "case ours peer ours_value peer_value unit ratio spread n verdict".split()
-        }
+        values = {**vars(row), **row.facts, "verdict": row.verdict}
+        del values["facts"]
         text = (
             f"{row.case:22} {row.ours}={short(row.ours_value)}{row.unit} {row.peer}={short(row.peer_value)}{row.unit} "
             f"ratio={row.ratio:.3f} spread={row.spread:.2f} n={row.n} {pairs(row.facts)} {row.verdict}"
         )
-        self.line(values | row.facts, text)
+        self.line(values, text)
 
     def fact(self, case: str, **facts):
         """A line without a comparison."""
         self.line({"case": case, **facts}, f"{case:22} {pairs(facts)}")
 
     def line(self, values: dict, text: str):
-        if self.as_json:  # JSON knows no infinity
-            values = {
-                k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-            }
-            text = json.dumps(values)
-        print(text if self.as_json else f"bench {text}", flush=True)
+        unknown = [k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
+        values |= dict.fromkeys(unknown)  # JSON knows no infinity
+        print(json.dumps(values) if self.as_json else f"bench {text}", flush=True)
 
 
 def pairs(facts: dict) -> str:
@@ -98,9 +89,7 @@ def short(value) -> str:
     return str(value).replace(" ", "_")
 
 
-def measure(
-    contenders: dict, rounds: int, seconds: float = 0.2, sync=lambda: None, clock: str = "wall"
-) -> dict[str, list[float]]:
+def measure(contenders: dict, rounds: int, seconds=0.2, sync=lambda: None, clock="wall") -> dict:
     """{name: seconds per call, one value a round} of {name: callable}, in turns, after one warm-up call each. A value
     averages as many calls as fill `seconds`. clock="cpu" counts this process's own seconds on all its threads: what a
     busy machine takes away from it is left out, waiting for disks and other processes too."""
@@ -143,9 +132,8 @@ def spread(values: list[float]) -> float:
 def peak_bytes(function) -> int:
     """Largest sum of live CPU allocations that `function` makes, above what was there before: a count, not a sample."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its start and stop lines would mix with the rows
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         function()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
@@ -173,9 +161,6 @@ def environment(report: Report, clock: str):
     )  # fmt: skip
 
 
-# --- Nova as a contender ------------------------------------------------------------------------------------
-
-
 def nova_settings(size: dict, **changes) -> Settings:
     """Nova at the parameters of a SIZES entry."""
     values = dict(
@@ -196,7 +181,7 @@ def mesh(device="cpu"):
     if not dist.is_initialized():
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device, (dist.get_world_size(),))
+    return dist.init_device_mesh(device, (dist.get_world_size(),))
 
 
 def quiet(*_):
@@ -235,47 +220,35 @@ class NovaTrainer:
 
     @torch.no_grad()
     def evaluate(self, x, y) -> float:
-        return (
-            sum(self.model(a, b)[0].item() for a, b in zip(x.split(50), y.split(50), strict=True)) / y.numel()
-        )
+        parts = zip(x.split(50), y.split(50), strict=True)
+        return sum(self.model(a, b)[0].item() for a, b in parts) / y.numel()
 
 
-class Alone:
+def alone():
     """The agreement object of a run of one process."""
 
-    rank, world, local_rank, local_world = 0, 1, 0, 1
-
-    def broadcast(self, value):
-        return value
-
-    def gather(self, value) -> list:
-        return [value]
-
-    def verdict(self, problem, what=""):
+    def verdict(problem, what=""):
         if problem:
             raise problem
 
-    def barrier(self):
-        pass
-
-    def busy(self, seconds):
-        pass
+    ranks = dict(rank=0, world=1, local_rank=0, local_world=1, barrier=quiet, busy=quiet)
+    return SimpleNamespace(**ranks, verdict=verdict, broadcast=lambda v: v, gather=lambda v: [v])
 
 
 def batch_of(size: dict, batch=None, context=None, seed=0):
     """Random x, y (batch, context)."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(
-        size["vocab"], (batch or size["batch"], (context or size["context"]) + 1), generator=generator
-    )
+    shape = batch or size["batch"], (context or size["context"]) + 1
+    ids = torch.randint(size["vocab"], shape, generator=generator)
     return ids[:, :-1], ids[:, 1:].contiguous()
 
 
 def on_ranks(function, world: int, deadline: float, **arguments) -> list:
     """[function(rank, world, **arguments) of every rank], in `world` new gloo processes of one thread each. Raises with the
-    traceback of a rank that fails; a collective fails after `deadline` seconds."""
+    traceback of a rank that fails; a collective fails after `deadline` seconds. A new process imports the function by name,
+    and not from `__main__`: what runs on ranks stands here."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (world, folder, deadline, function, arguments), world)
+        torch.multiprocessing.spawn(_rank, (world, folder, deadline, function, arguments), world)
         return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world)]
 
 
@@ -288,19 +261,14 @@ def _rank(rank, world, folder, deadline, function, arguments):
     dist.destroy_process_group()
 
 
-# --- contenders ---------------------------------------------------------------------------------------------
-
-
 def contenders(size: dict, compiled: bool, attention: str) -> dict:
     """{name: trainer} at equal parameters; names say the arithmetic of the matmuls."""
     s = size
     sizes = (s["vocab"], s["d"], s["layers"], s["heads"])
     seed_sizes = (*sizes, max(1, s["heads"] // 2), 3 * s["d"], s["context"])
     torch.manual_seed(0)
-    made = {
-        "nova": NovaTrainer(nova_settings(s, attention=attention)),
-        "nova-fp32": NovaTrainer(nova_settings(s, attention=attention), sharded=False),
-    }
+    settings = nova_settings(s, attention=attention)
+    made = {"nova": NovaTrainer(settings), "nova-fp32": NovaTrainer(settings, sharded=False)}
     if compiled:
         made["nova-compiled"] = NovaTrainer(nova_settings(s, attention=attention, use_compile=True))
     for dtype in ("fp32", "bf16"):
@@ -332,7 +300,6 @@ def loss_pair(tokens: int, d: int, vocab: int, chunk: int, device="cpu"):
 
 
 def matrices(shapes, device="cpu"):
-    """Parameters of these shapes, with gradients."""
     generator = torch.Generator(device).manual_seed(0)
     made = [torch.nn.Parameter(torch.randn(*s, generator=generator, device=device)) for s in shapes]
     for p in made:
@@ -344,18 +311,13 @@ def muon_steps(shapes, device="cpu", row_blocks=None):
     """Optimizer steps over one list of matrices: Nova's Muon, torch's, the seed's, and AdamW for scale."""
     import muon
 
-    def made():
-        return matrices(shapes, device)
-
+    ours, *others = (matrices(shapes, device) for _ in range(4))
     return {
-        "nova": muon.Muon([(f"m{i}", p) for i, p in enumerate(made())], row_blocks=row_blocks).step,
-        "torch.optim.Muon": torch.optim.Muon(made(), adjust_lr_fn="match_rms_adamw").step,
-        "seed": peers.SeedMuon(made()).step,
-        "adamw": torch.optim.AdamW(made(), fused=True).step,
+        "nova": muon.Muon([(f"m{i}", p) for i, p in enumerate(ours)], row_blocks=row_blocks).step,
+        "torch.optim.Muon": torch.optim.Muon(others[0], adjust_lr_fn="match_rms_adamw").step,
+        "seed": peers.SeedMuon(others[1]).step,
+        "adamw": torch.optim.AdamW(others[2], fused=True).step,
     }
-
-
-# What runs on ranks stands here: a new process imports it by name, and `__main__` is not imported there.
 
 
 def muon_on_ranks(rank, world, shapes, rounds):

@@ -1,5 +1,6 @@
 """Data sheets of devices, and what this host has: peak FLOP/s, memory, bandwidth."""
 
+import contextlib
 import functools
 import os
 import time
@@ -71,9 +72,6 @@ def host_memory() -> float:
     """Bytes that the processes of this machine, or of this container, may use."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in LIMITS:
-        try:
-            with open(path, encoding="utf-8") as f:
-                limits.append(int(f.read()))
-        except (OSError, ValueError):  # another version's, or "max"
-            pass
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as f:
+            limits.append(int(f.read()))  # another version's is missing; "max" is no number
     return float(min(limits))

@@ -172,7 +172,7 @@ def pooled(monkeypatch):
             else [function(0, 1, **arguments)]
         )
 
-    monkeypatch.setattr(bench, "on_ranks", ranks)
+    monkeypatch.setattr(bench_tools, "on_ranks", ranks)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_quality_runs_on_a_text(tmp_path, capsys):
     """A character vocabulary of the text; both curves fall; rows for the final loss and the time to reach the peer's."""
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    train, validation, vocabulary = bench.characters(str(path))
+    train, validation, vocabulary = bench_tools.characters(str(path))
     assert vocabulary == 28 and len(train) == 8100 and len(validation) == 900
     bench.main(["quality", "--tiny", "--json", "--text", str(path), "--steps=20"])
     rows = rows_of(capsys.readouterr().out)

@@ -191,7 +191,8 @@ def collectives(counts: Counter):
 def train(net, split, dtype, bucket):
     """Three steps. -> (optimizer, the collectives that its steps called)"""
     blocks = {f"qkv.{i}.weight": SPLITS[split] for i in range(3)} if split else None
-    optimizer = Muon(net.named_parameters(), LR, 0.0, DECAY, blocks, dtype=dtype, bucket=bucket)
+    optimizer = Muon(net.named_parameters(), LR, 0.0, DECAY, blocks)
+    optimizer.dtype, optimizer.bucket = dtype, bucket
     counts = Counter()
     for t in range(3):
         optimizer.zero_grad()
@@ -273,14 +274,16 @@ def random_pairs(*shapes) -> list:
     return [(torch.randn(shape, generator=g), torch.randn(shape, generator=g)) for shape in shapes]
 
 
-def moved(pairs, mesh=None, **options) -> list:
+def moved(pairs, mesh=None, dtype=torch.bfloat16, **options) -> list:
     """Parameters after one step on `pairs`, which are cut over the mesh."""
     params = []
     for pair in pairs:
         weight, grad = (distribute_tensor(t, mesh, [Shard(0)]) if mesh else t.clone() for t in pair)
         params.append(nn.Parameter(weight))
         params[-1].grad = grad
-    Muon([(f"w{i}", p) for i, p in enumerate(params)], 0.1, **options).step()
+    optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], 0.1, **options)
+    optimizer.dtype = dtype
+    optimizer.step()
     return params
 
 
