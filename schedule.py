@@ -275,10 +275,8 @@ class Budget(Costs):
             return event
         if left > 1.1 * self.ending() + self.slow_step():
             return None
-        hours = self.settings.job_hours
-        return Event(
-            "stop", step, f"job_hours={hours:g} end in {left / 60:.1f} min: save and stop, resumable"
-        )
+        end = f"job_hours={self.settings.job_hours:g} end in {left / 60:.1f} min"
+        return Event("stop", step, f"{end}: save and stop, resumable")
 
     def move(self, step: int, seconds: float, horizon: Horizon) -> Event | None:
         """The horizon that `seconds` of training still buy, when it differs enough from the present one."""

@@ -169,7 +169,8 @@ def test_contexts_are_a_few_divisors_and_only_grow():
 def test_save_interval_suggestion_is_youngs_formula():
     """At a failure a day."""
     for pause in (0.1, 0.5, 2.0, 8.0, 70.0):
-        assert f"{pause:.2f} s: save_minutes={math.sqrt(2 * pause * 86400) / 60:.2g} loses" in save_advice(pause)
+        minutes = math.sqrt(2 * pause * 86400) / 60
+        assert f"{pause:.2f} s: save_minutes={minutes:.2g} loses" in save_advice(pause)
 
 
 # --- the budget, under a fake clock ----------------------------------------------------------------------------
