@@ -29,18 +29,14 @@ class SettingsError(ValueError):
 
 
 # What a number must do: an int be at least 1, a float not be negative, unless its field says otherwise.
-AT_LEAST_1, FROM_0, POSITIVE = "be at least 1", "not be negative", "be positive"
-SHARE, PART = "be in [0, 1)", "be in (0, 1]"
-RANGES = {
-    AT_LEAST_1: lambda v: v >= 1,
-    FROM_0: lambda v: v >= 0,
-    POSITIVE: lambda v: v > 0,
-    SHARE: lambda v: 0 <= v < 1,
-    PART: lambda v: 0 < v <= 1,
-}
+AT_LEAST_1 = ("be at least 1", lambda v: v >= 1)
+FROM_0 = ("not be negative", lambda v: v >= 0)
+POSITIVE = ("be positive", lambda v: v > 0)
+SHARE = ("be in [0, 1)", lambda v: 0 <= v < 1)
+PART = ("be in (0, 1]", lambda v: 0 < v <= 1)
 
 
-def setting(default, help: str, kind: str = FREE, must: str | None = None):
+def setting(default, help: str, kind: str = FREE, must: tuple | None = None):
     """One field. `kind` says what a resume may do with a changed value: MODEL never fits the saved weights,
     MATH changes the course of the run (needs --allow_change), ROUNDING the last bits of a sum, FREE nothing."""
     metadata = {"help": help, "kind": kind, "must": must}
@@ -344,7 +340,10 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
         if environ.get(variable):
             assign(settings, name, parse(name, environ[variable]), f"environment {variable}")
     given = {}
-    for argument in (a for a in argv if a.startswith("-")):
+    for argument in argv:
+        if not argument.startswith("-"):
+            run_override_file(argument, settings)
+            continue
         name, equals, text = argument.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if not equals and name in FIELDS and TYPES[name] is bool:
@@ -354,8 +353,6 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
         if not equals:
             raise SettingsError(f"{argument} (command line): write --{name}=VALUE")
         given[name] = text
-    for path in (a for a in argv if not a.startswith("-")):
-        run_override_file(path, settings)
     for name, text in given.items():
         assign(settings, name, parse(name, text), f"command line --{name}")
     check(settings)
@@ -367,8 +364,8 @@ def check(s: Settings):
     for name, field in FIELDS.items():
         value, wanted = getattr(s, name), options(name)
         if isinstance(value, (int, float)) and bool not in wanted:
-            must = field.metadata["must"] or (AT_LEAST_1 if int in wanted else FROM_0)
-            if not RANGES[must](value):
+            must, holds = field.metadata["must"] or (AT_LEAST_1 if int in wanted else FROM_0)
+            if not holds(value):
                 raise s.error(name, f"must {must}{', or None' if type(None) in wanted else ''}")
     if s.d_model % s.n_heads:
         raise s.error("n_heads", f"must divide d_model={s.d_model}")

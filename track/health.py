@@ -66,9 +66,8 @@ class Movement:
             why = "is the rate 0, or the optimizer built on other tensors?"
             lines.append(f"FROZEN: {names(frozen)} received gradients but did not move: {why}")
         if dead:
-            lines.append(
-                f"DEAD: {names(dead)} never received a gradient: nothing that reaches the loss uses them"
-            )
+            why = "nothing that reaches the loss uses them"
+            lines.append(f"DEAD: {names(dead)} never received a gradient: {why}")
         for kind, share in ((kind, moves[kind] / sizes[kind]) for kind in sizes):
             if share < 0.5 and kind != "embed.weight":  # tokens that did not occur keep their rows
                 lines.append(f"hardly moving: {kind}: {100 * share:.0f} % of the elements changed")

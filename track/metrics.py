@@ -70,14 +70,6 @@ class Totals:
         self.time.update({part: done.seconds[part] for part in PARTS})
         self.trained.update(seconds=seconds, tokens=done.tokens, flops=done.tokens * (flops or 0), steps=1)
 
-    def evaluated(self, step: int, loss: float, result: dict) -> bool:
-        """True when it is the best so far: a loss that is no number never is."""
-        self.last_evaluation = {"step": step, **result}
-        best = math.isfinite(loss) and (self.best is None or loss < self.best["loss"])
-        if best:
-            self.best = {"step": step, "loss": loss}
-        return best
-
     def pace(self) -> float:
         """Seconds of a step of this launch, with evaluations and saves at the share that they had so far."""
         pauses = (self.time["evaluation"] + self.time["save"]) / max(1e-9, sum(self.time[p] for p in PARTS))
@@ -124,7 +116,7 @@ class Metrics:
             numbers = {k: v for k, v in finite(values).items() if isinstance(v, (int, float))}
             self.tracker.log(numbers, step=step)
 
-    def launch(self, step: int = 0, end_step: int | None = None, **facts):
+    def launch(self, step: int, end_step: int | None = None, **facts):
         """Start-up is over: training begins at `step` finished steps. Rows of later steps will be done again: dropped."""
         self.totals.step, self.end_step = step, end_step or self.end_step
         self.totals.time["start-up"] += self.journal.here()
@@ -180,10 +172,13 @@ class Metrics:
         return seconds
 
     def evaluation(self, step, loss, by_domain, bits_per_byte=None, seconds=0.0, final=False) -> bool:
-        """An evaluation is done; True when it is the best so far. Draws loss.png."""
-        self.totals.time["evaluation"] += seconds
-        result = dict(loss=loss, loss_by_domain=by_domain, bits_per_byte=bits_per_byte)
-        best = self.totals.evaluated(step, loss, result)
+        """An evaluation is done; True when it is the best so far: a loss that is no number never is. Draws loss.png."""
+        totals, result = self.totals, dict(loss=loss, loss_by_domain=by_domain, bits_per_byte=bits_per_byte)
+        totals.time["evaluation"] += seconds
+        totals.last_evaluation = {"step": step, **result}
+        best = math.isfinite(loss) and (totals.best is None or loss < totals.best["loss"])
+        if best:
+            totals.best = {"step": step, "loss": loss}
         self.row("evaluation", step, **result, seconds=seconds, final=final)
         self.console.evaluation(loss, by_domain, bits_per_byte, best)
         self.track({"val_loss": loss, **{f"val_loss/{d}": v for d, v in by_domain.items()}}, step)

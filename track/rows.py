@@ -52,9 +52,7 @@ def read_rows(path: str) -> list[dict]:
 
 def reported(path: str) -> int | None:
     """The step of a report.json, None where there is none."""
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8") as f:
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as f:
         return json.load(f).get("step")
 
 
