@@ -2,9 +2,8 @@
 
 The one idea: **the clock never enters a rate.** A rate depends on the step and on a recorded `Horizon`
 (`decay_start`, `end_step`). Rank 0's `Budget` is shown the clock at the start of a step and may return an `Event`
-that replaces the horizon, or asks for a stop; the event is broadcast, logged and checkpointed, so that a resume is
+that replaces the horizon, or asks for a stop; all ranks take it over and checkpoints hold it, so that a resume is
 exact, and a run with `max_hours` always finishes its decay, final evaluation, save and upload inside them.
-Steps count from 0; the run does steps 0 … end_step-1, and step end_step-1 has exactly the floor rate.
 
 `schedule="wsd"` (warm-up, stable, decay; MiniCPM 2404.06395) stays at the peak until the budget's or the schedule's
 last `decay_frac`, then falls linearly. `schedule="cosine"` falls from the end of the warm-up on; when the horizon
@@ -13,11 +12,6 @@ moves, what is left of the cosine is stretched or squeezed into the steps that a
 A branch (`schedule_from`) goes on at a checkpoint of another run, with its weights, optimizer and data position, under
 its own `total_steps`: one long wsd run at its peak rate, several short endings. Its decay begins at
 `(1 - decay_frac) * total_steps`, or at the branching point if that is later.
-
-    python train_nova.py CONFIG --schedule=wsd --target_tokens=None --total_steps=24000 --out_dir=out/ending-24k \\
-        --schedule_from=out/long/checkpoints/step-00020000-milestone-0041                # decays from step 20000
-
-`stop_at` only ends a launch: the rates stay those of the whole schedule, and the run can go on later.
 """
 
 import math
@@ -56,10 +50,6 @@ class Horizon:
     def as_dict(self) -> dict:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict) -> "Horizon":
-        return cls(**values)
-
     def at(self, step: int) -> float:
         """Share of the decay done at `step`: 0 before it, exactly 1 at the last step and after."""
         if step >= self.end_step - 1:
@@ -85,7 +75,7 @@ class Event:
     @classmethod
     def from_dict(cls, values: dict) -> "Event":
         horizon = values.get("horizon")
-        return cls(values["kind"], values["step"], values["reason"], horizon and Horizon.from_dict(horizon))
+        return cls(values["kind"], values["step"], values["reason"], horizon and Horizon(**horizon))
 
 
 def first_horizon(settings, start_step: int = 0) -> Horizon:
@@ -127,15 +117,15 @@ def rates(step: int, settings, horizon: Horizon) -> tuple[float, float, float]:
     progress = horizon.at(step)
     share = DECAYS[settings.schedule][0](progress)
     ramp = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
-    values = []
-    for peak, floor in ((settings.muon_lr, settings.muon_min_lr), (settings.lr, settings.min_lr)):
-        value = floor + (peak - floor) * share
-        values.append(floor if progress == 1 else min(value, peak * ramp))
+    pairs = ((settings.muon_lr, settings.muon_min_lr), (settings.lr, settings.min_lr))
+    muon_lr, lr = (
+        floor if progress == 1 else min(floor + (peak - floor) * share, peak * ramp) for peak, floor in pairs
+    )
     momentum = settings.muon_momentum
     if step < settings.muon_momentum_warmup:
         start = min(MOMENTUM_START, momentum)
         momentum = start + (momentum - start) * step / settings.muon_momentum_warmup
-    return values[0], values[1], momentum
+    return muon_lr, lr, momentum
 
 
 def contexts(settings) -> list[int]:
@@ -158,26 +148,19 @@ def context_length(step: int, settings) -> int:
     return max(n for n in contexts(settings) if n <= line)
 
 
-def save_minutes_suggested(cost_seconds: float, mtbf_hours: float = 24.0) -> float:
-    """Minutes between saves that lose least: sqrt(2 · cost · mean time between failures) (Young 1974)."""
-    return math.sqrt(2 * max(cost_seconds, 0.01) * mtbf_hours * 3600) / 60
-
-
 def save_advice(pause: float) -> str:
-    """A line about the setting save_minutes, after saves of which the longest held training up for `pause` seconds."""
-    minutes = save_minutes_suggested(pause)
+    """A line about the setting save_minutes, after saves of which the longest held training up for `pause` seconds: those
+    lose least every sqrt(2 · cost · mean time between failures) (Young 1974)."""
+    minutes = math.sqrt(2 * max(pause, 0.01) * 24 * 3600) / 60
     return f"a save held training up for {pause:.2f} s: save_minutes={minutes:.2g} loses least at a failure a day"
 
 
 class Costs:
-    """Seconds that the parts of a run take: measured, else assumed, else guessed.
-
-    `assumed` holds what is expected before anything was measured: {"evaluation": …, "whole save": …, "upload": …}."""
+    """Seconds that the parts of a run take: measured, else `assumed` ({"whole save": …, "upload": …}), else guessed."""
 
     def __init__(self, settings, assumed: dict | None = None, world: int = 1):
         self.settings, self.world, self.assumed = settings, world, dict(assumed or {})
-        self.window = deque(maxlen=50)  # recent steps
-        self.steps_seen = 0
+        self.window, self.steps_seen = deque(maxlen=50), 0  # recent steps
         self.measured: dict[str, list[float]] = {}  # kind -> the last two
 
     def stepped(self, seconds: float):
@@ -202,7 +185,7 @@ class Costs:
         return {"measured": dict(self.measured), "pace": self.pace(), "world": self.world}
 
     def load_state(self, state: dict):
-        self.measured = dict(state["measured"])
+        self.measured = state["measured"]
         if state["pace"]:  # the batch is the same on any number of ranks, so a step's time goes with 1/world
             self.assumed["pace"] = state["pace"] * state["world"] / self.world
 
@@ -272,35 +255,28 @@ class Budget(Costs):
         super().__init__(settings, assumed, world)
         self.launched, self.used_before = launched, used
 
-    def run_left(self, clock: float) -> float:
-        """Seconds left of max_hours, over all launches; infinite without."""
-        hours = self.settings.max_hours
-        return hours * 3600 - (self.used_before + clock - self.launched) if hours else math.inf
-
-    def launch_left(self, clock: float) -> float:
-        """Seconds left of job_hours; infinite without."""
-        hours = self.settings.job_hours
-        return hours * 3600 - (clock - self.launched) if hours else math.inf
+    def both_left(self, clock: float) -> tuple[float, float]:
+        """Seconds left of max_hours, over all launches, and of job_hours, of this one; infinite without."""
+        here, s = clock - self.launched, self.settings
+        run = s.max_hours * 3600 - self.used_before - here if s.max_hours else math.inf
+        return run, s.job_hours * 3600 - here if s.job_hours else math.inf
 
     def left(self, clock: float) -> float | None:
         """Seconds left of whichever ends first; None without a budget."""
-        left = min(self.run_left(clock), self.launch_left(clock))
+        left = min(self.both_left(clock))
         return None if left == math.inf else left
 
     def decide(self, step: int, clock: float, horizon: Horizon) -> Event | None:
         """Asked at the start of `step` (not done yet): a new horizon, a stop, or None."""
         if step >= horizon.end_step - 1:
             return None  # the last step is about to run, at the floor, whatever the clock says
-        if self.settings.max_hours:
-            event = self.move(step, self.run_left(clock) - self.reserve(), horizon)
-            if event:
-                return event
-        left = self.launch_left(clock)
-        if left <= 1.1 * self.ending() + self.slow_step():
-            hours = self.settings.job_hours
-            reason = f"job_hours={hours:g} end in {left / 60:.1f} min: save and stop, resumable"
-            return Event("stop", step, reason)
-        return None
+        run_left, left = self.both_left(clock)
+        if self.settings.max_hours and (event := self.move(step, run_left - self.reserve(), horizon)):
+            return event
+        if left > 1.1 * self.ending() + self.slow_step():
+            return None
+        end = f"job_hours={self.settings.job_hours:g} end in {left / 60:.1f} min"
+        return Event("stop", step, f"{end}: save and stop, resumable")
 
     def move(self, step: int, seconds: float, horizon: Horizon) -> Event | None:
         """The horizon that `seconds` of training still buy, when it differs enough from the present one."""

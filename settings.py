@@ -1,20 +1,14 @@
 """Every setting of a Nova run: its default, its unit, why it is what it is.
 
-One dataclass, one field a line. Values come from, later wins:
-
-    defaults  <  environment  <  override files, in order  <  --key=value
-
-An override file (`config/*.py`) is plain Python: it runs with all current values visible, so
-`warmup_steps = total_steps // 50` works. Names that start with `_`, and imports, stay private to the file.
-Anything else that is not a setting, a value of the wrong type, or two settings that contradict each other is a
-`SettingsError` that names the setting and where its value came from.
-
-The idea of override files is nanoGPT's; unlike there, a typo cannot make a ghost variable.
+One dataclass, one field a line. `settings_table` below says where values come from, and what may change at a resume.
+The idea of override files is nanoGPT's; unlike there, a typo cannot make a ghost variable: a name that is no setting, a
+wrong type or a contradiction is a `SettingsError` that names the setting and where its value came from.
 """
 
 import ast
 import dataclasses
 import difflib
+import glob
 import hashlib
 import json
 import math
@@ -35,18 +29,14 @@ class SettingsError(ValueError):
 
 
 # What a number must do: an int be at least 1, a float not be negative, unless its field says otherwise.
-AT_LEAST_1, FROM_0, POSITIVE = "be at least 1", "not be negative", "be positive"
-SHARE, PART = "be in [0, 1)", "be in (0, 1]"
-RANGES = {
-    AT_LEAST_1: lambda v: v >= 1,
-    FROM_0: lambda v: v >= 0,
-    POSITIVE: lambda v: v > 0,
-    SHARE: lambda v: 0 <= v < 1,
-    PART: lambda v: 0 < v <= 1,
-}
+AT_LEAST_1 = ("be at least 1", lambda v: v >= 1)
+FROM_0 = ("not be negative", lambda v: v >= 0)
+POSITIVE = ("be positive", lambda v: v > 0)
+SHARE = ("be in [0, 1)", lambda v: 0 <= v < 1)
+PART = ("be in (0, 1]", lambda v: 0 < v <= 1)
 
 
-def setting(default, help: str, kind: str = FREE, must: str | None = None):
+def setting(default, help: str, kind: str = FREE, must: tuple | None = None):
     """One field. `kind` says what a resume may do with a changed value: MODEL never fits the saved weights,
     MATH changes the course of the run (needs --allow_change), ROUNDING the last bits of a sum, FREE nothing."""
     metadata = {"help": help, "kind": kind, "must": must}
@@ -81,9 +71,7 @@ class Settings:
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = setting("rowwise", "torchao's", MATH)
     fp8_emulate: bool = setting(False, "compute float8 in software: for tests on machines without it", MATH)
     use_compile: Literal["auto"] | bool = setting("auto", "per block; auto: on a GPU with triton", ROUNDING)
-    activation_checkpointing: Literal["none", "selective", "full"] = setting(
-        "none", "recompute in backward", ROUNDING
-    )
+    activation_checkpointing: Literal["none", "selective", "full"] = setting("none", "recompute", ROUNDING)
     loss_chunk: int = setting(512, "tokens per chunk of the loss: bounds the logits held at once", ROUNDING)
     reshard_after_forward: bool = setting(True, "free gathered weights after forward (FSDP: less memory)")
     reduce_every_micro_step: bool = setting(False, "of gradients: no unsharded fp32 copy", ROUNDING)
@@ -191,19 +179,16 @@ class Settings:
     @property
     def steps(self) -> int:
         """Optimizer steps of the schedule: target_tokens when set, else total_steps."""
-        return (
-            math.ceil(self.target_tokens / self.tokens_per_step) if self.target_tokens else self.total_steps
-        )
+        tokens = self.target_tokens
+        return math.ceil(tokens / self.tokens_per_step) if tokens else self.total_steps
 
     def grad_accum(self, world: int) -> int:
         """Micro-steps per optimizer step. Raises SettingsError where the batch does not divide."""
         batch, divisor = self.sequences_per_step, self.micro_batch * world
         if batch % divisor:
-            near = [n for n in range(1, batch + 1) if batch % (n * world) == 0]
+            fit = [n for n in range(1, batch + 1) if batch % (n * world) == 0]
             cure = (
-                f"micro_batch could be one of {near}"
-                if near
-                else f"{world} ranks do not divide it: change it"
+                f"micro_batch could be one of {fit}" if fit else f"{world} ranks do not divide it: change it"
             )
             problem = f"is not a multiple of micro_batch {self.micro_batch} x {world} ranks; {cure}"
             raise self.error("sequences_per_step", problem)
@@ -211,9 +196,8 @@ class Settings:
 
     def error(self, name: str, problem: str) -> SettingsError:
         """A SettingsError that says which setting, its value, and where the value was set."""
-        return SettingsError(
-            f"{name}={getattr(self, name)!r} ({self.source.get(name, 'default')}): {problem}"
-        )
+        where = self.source.get(name, "default")
+        return SettingsError(f"{name}={getattr(self, name)!r} ({where}): {problem}")
 
     def as_dict(self) -> dict:
         """All settings as JSON values."""
@@ -256,21 +240,21 @@ def unknown(name: str, where: str) -> SettingsError:
 def options(name: str) -> list:
     """The types that a setting may have: the members of a union, or its one type."""
     wanted = TYPES[name]
-    if typing.get_origin(wanted) in (Literal, list) or not typing.get_args(wanted):
-        return [wanted]
-    return list(typing.get_args(wanted))
+    single = typing.get_origin(wanted) in (Literal, list, None)
+    return [wanted] if single else list(typing.get_args(wanted))
 
 
 def convert(name: str, value, where: str):
     """The value as the type of its field, or a SettingsError. An int is a float, and 5e4 an int; nothing else is converted."""
     for kind in options(name):
         members = typing.get_args(kind)
-        if typing.get_origin(kind) is Literal and type(value) is str and value in members:
-            return value
         if typing.get_origin(kind) is list and isinstance(value, (list, tuple)):
             if all(type(v) is members[0] for v in value):
                 return list(value)
-        if type(value) is kind and (kind is not float or math.isfinite(value)):
+        elif members:
+            if type(value) is str and value in members:
+                return value
+        elif type(value) is kind and (kind is not float or math.isfinite(value)):
             return value
         if kind is float and type(value) is int:
             return float(value)
@@ -307,46 +291,35 @@ def parse(name: str, text: str):
         return text
 
 
-def configs() -> dict[str, str]:
-    """The override files that come with Nova: name without .py -> path."""
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config")
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return {n[:-3]: os.path.relpath(os.path.join(folder, n)) for n in sorted(names) if n.endswith(".py")}
-
-
 def run_override_file(path: str, settings: Settings):
     """Execute one override file on top of `settings`. It is code that the user named: it is run."""
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read()
     except OSError as e:
-        near = difflib.get_close_matches(os.path.splitext(os.path.basename(path))[0], configs(), n=1)
-        hint = f"; did you mean {configs()[near[0]]}?" if near else ""
+        files = glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "*.py"))
+        configs = {os.path.basename(file): os.path.relpath(file) for file in files}
+        near = difflib.get_close_matches(os.path.basename(path).removesuffix(".py") + ".py", configs, n=1)
+        hint = f"; did you mean {configs[near[0]]}?" if near else ""
         hint = f"; a setting is written --{path}" if path.partition("=")[0] in FIELDS else hint
         raise SettingsError(f"override file {path}: {e.strerror or e}{hint}") from None
     try:
         tree = ast.parse(text, path)
         names = {n: getattr(settings, n) for n in FIELDS}
         exec(compile(tree, path, "exec"), names)
-    except SettingsError:
-        raise
     except Exception as e:
-        line = getattr(e, "lineno", None) or (
-            e.__traceback__.tb_next.tb_lineno if e.__traceback__.tb_next else "?"
-        )
+        inside = e.__traceback__.tb_next
+        line = getattr(e, "lineno", None) or (inside.tb_lineno if inside else "?")
         raise SettingsError(f"override file {path} line {line}: {type(e).__name__}: {e}") from None
-    lines, private = {}, {"__builtins__"}
+    lines = {}  # where each name that the file gives a value is set: imports are none
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            private.update((a.asname or a.name).split(".")[0] for a in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             lines[node.id] = max(node.lineno, lines.get(node.id, 0))
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             lines[node.name] = node.lineno
-    for name, value in names.items():
-        if name.startswith("_") or name in private or (name in FIELDS and name not in lines):
-            continue
-        assign(settings, name, value, f"{path} line {lines.get(name, '?')}")
+    for name, line in lines.items():
+        if name in names and not name.startswith("_"):
+            assign(settings, name, names[name], f"{path} line {line}")
 
 
 def assign(settings: Settings, name: str, value, where: str):
@@ -366,8 +339,11 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
     for variable, name in ENVIRONMENT.items():
         if environ.get(variable):
             assign(settings, name, parse(name, environ[variable]), f"environment {variable}")
-    given = []
-    for argument in (a for a in argv if a.startswith("-")):
+    given = {}
+    for argument in argv:
+        if not argument.startswith("-"):
+            run_override_file(argument, settings)
+            continue
         name, equals, text = argument.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if not equals and name in FIELDS and TYPES[name] is bool:
@@ -376,10 +352,8 @@ def load_settings(argv: list[str], environ=os.environ) -> Settings:
             raise unknown(name, "command line")
         if not equals:
             raise SettingsError(f"{argument} (command line): write --{name}=VALUE")
-        given.append((name, text))
-    for path in (a for a in argv if not a.startswith("-")):
-        run_override_file(path, settings)
-    for name, text in given:
+        given[name] = text
+    for name, text in given.items():
         assign(settings, name, parse(name, text), f"command line --{name}")
     check(settings)
     return settings
@@ -390,17 +364,17 @@ def check(s: Settings):
     for name, field in FIELDS.items():
         value, wanted = getattr(s, name), options(name)
         if isinstance(value, (int, float)) and bool not in wanted:
-            must = field.metadata["must"] or (AT_LEAST_1 if int in wanted else FROM_0)
-            if not RANGES[must](value):
+            must, holds = field.metadata["must"] or (AT_LEAST_1 if int in wanted else FROM_0)
+            if not holds(value):
                 raise s.error(name, f"must {must}{', or None' if type(None) in wanted else ''}")
     if s.d_model % s.n_heads:
         raise s.error("n_heads", f"must divide d_model={s.d_model}")
     if s.n_heads % s.n_kv_heads:
         raise s.error("n_kv_heads", f"must divide n_heads={s.n_heads}")
-    unit = 4 if s.attention == "diff" else 2  # rotary pairs, in each of two streams
-    if s.head_dim % unit or s.head_dim > 256:
-        size = f"head_dim = d_model / n_heads = {s.head_dim}"
-        raise s.error("n_heads", f"{size} must be a multiple of {unit} and at most 256")
+    unit, size = 4 if s.attention == "diff" else 2, s.head_dim  # rotary pairs, in each of two streams
+    if size % unit or size > 256:
+        must = f"must be a multiple of {unit} and at most 256"
+        raise s.error("n_heads", f"head_dim = d_model / n_heads = {size} {must}")
     if s.attention != "diff" and s.diff_lambda_init is not None:
         raise s.error("diff_lambda_init", f"has no meaning with attention={s.attention!r}")
     s.ctx_end_len = s.ctx_end_len or s.max_len
@@ -422,8 +396,8 @@ def check(s: Settings):
         raise s.error("warmup_steps", f"must be below the {s.steps} steps of the schedule")
     decay = s.steps - round(s.decay_frac * s.steps)
     if s.schedule == "wsd" and s.warmup_steps > decay:
-        begin = f"which begins at step {decay}"
-        raise s.error("warmup_steps", f"ends inside the decay, {begin}: lower it or decay_frac")
+        problem = f"ends inside the decay, which begins at step {decay}: lower it or decay_frac"
+        raise s.error("warmup_steps", problem)
     if s.sequences_per_step % s.micro_batch:
         raise s.error("micro_batch", f"must divide sequences_per_step={s.sequences_per_step}")
     if not s.domains or len(set(s.domains)) != len(s.domains) or not all(s.domains):
@@ -445,41 +419,31 @@ def check(s: Settings):
 
 def help_text() -> str:
     """All settings with default and meaning, for --help."""
-    rows = ["usage: train_nova.py [override files …] [--key=value …]", ""]
+    defaults, rows = Settings(), ["usage: train_nova.py [override files …] [--key=value …]", ""]
     for name, field in FIELDS.items():
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        rows.append(f"  --{name}={default!r}".ljust(44) + f"  {field.metadata['help']}")
+        rows.append(f"  --{name}={getattr(defaults, name)!r}".ljust(44) + f"  {field.metadata['help']}")
     return "\n".join(rows)
 
 
 def changes(saved: dict, now: Settings) -> list[tuple[str, object, object, str]]:
     """(name, saved value, present value, kind) of each setting that differs from a saved run's."""
-    present = now.as_dict()
-    return [
-        (n, saved.get(n), present[n], FIELDS[n].metadata["kind"])
-        for n in FIELDS
-        if n in saved and saved[n] != present[n]
-    ]
+    rows = [(n, saved[n], getattr(now, n), f.metadata["kind"]) for n, f in FIELDS.items() if n in saved]
+    return [row for row in rows if row[1] != row[2]]
 
 
 def refuse_changes(saved: dict, now: Settings) -> list[str]:
     """A line for each setting that differs from the saved run's, or a SettingsError for those that may not."""
     lines, refused = [], []
     for name, before, after, kind in changes(saved, now):
-        line = f"{name}: {before!r} -> {after!r}"
-        lead = FOLLOWS.get(name, name) if name not in now.source else name
+        lead, cure = FOLLOWS.get(name, name) if name not in now.source else name, None
         if kind == MODEL:
-            refused.append(
-                f"{line} (the saved weights have another form: start another run in another out_dir)"
-            )
+            cure = "the saved weights have another form: start another run in another out_dir"
         elif name == "sequences_per_step" and now.target_tokens:
-            refused.append(
-                f"{line} (target_tokens would end elsewhere: --target_tokens=None --total_steps=N)"
-            )
+            cure = "target_tokens would end elsewhere: --target_tokens=None --total_steps=N"
         elif kind == MATH and not {name, lead} & set(now.allow_change):
-            refused.append(f"{line} (changes the course of the run: --allow_change={lead} accepts it)")
-        else:
-            lines.append(line)
+            cure = f"changes the course of the run: --allow_change={lead} accepts it"
+        lines.append(f"{name}: {before!r} -> {after!r}")
+        refused += [f"{lines[-1]} ({cure})"] if cure else []
     if refused:
         raise SettingsError("this run was started with other settings:\n  " + "\n  ".join(refused))
     return lines
@@ -514,10 +478,9 @@ From the environment: {environment}.
             text += f"\n## {section[0].upper()}{section[1:]}\n\n"
             text += "| setting | type | default | resume | meaning |\n|---|---|---|---|---|\n"
         else:
-            field, wanted = FIELDS[name], describe(TYPES[name]).replace(" | ", " or ")
-            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-            may, meaning = resume[field.metadata["kind"]], field.metadata["help"].replace("|", "\\|")
-            text += f"| `{name}` | {wanted} | `{default!r}` | {may} | {meaning} |\n"
+            metadata, wanted = FIELDS[name].metadata, describe(TYPES[name]).replace(" | ", " or ")
+            may, meaning = resume[metadata["kind"]], metadata["help"].replace("|", "\\|")
+            text += f"| `{name}` | {wanted} | `{getattr(Settings(), name)!r}` | {may} | {meaning} |\n"
     return text
 
 

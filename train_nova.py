@@ -159,7 +159,7 @@ def resume(run: Run, s: Settings, agree, store: Store, saved: Saved, log):
         torch.set_rng_state(own["rng.cpu"])
         if "rng.cuda" in own:
             torch.cuda.set_rng_state(own["rng.cuda"])
-    run.step, before = state["step"], schedule.Horizon.from_dict(state["horizon"])
+    run.step, before = state["step"], schedule.Horizon(**state["horizon"])
     run.horizon, line = schedule.resumed_horizon(s, run.step, before, state["settings"], saved.branch)
     if line:
         log(f"[resume] {line}")

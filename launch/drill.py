@@ -19,7 +19,7 @@ def drill(train, evaluate, save, reload, export, store, metrics, exact: bool, lo
 
     train(stop_at) trains up to that step and says why it stopped; the other parts take nothing. Nothing stays on the Hub,
     and of a drill that passed neither checkpoints nor export on the disk."""
-    seconds = {"start-up": metrics.used()}
+    seconds = {"start-up": metrics.journal.used()}
 
     def timed(part: str, call):
         began = time.monotonic()

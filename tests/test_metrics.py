@@ -29,7 +29,8 @@ class Clock:
 def make(folder, clock=None, world=2, run_id=None, main=True, **changes):
     """Metrics with the lines that they log in `lines`."""
     s, lines = tiny_settings(**{"log_every": 5, "out_dir": str(folder), **changes}), []
-    m = Metrics(s, world, "cpu", lambda ctx: 1e6, lines.append, main, run_id=run_id, clock=clock or Clock())
+    clock = clock or Clock()
+    m = Metrics(s, world, "cpu", lambda ctx: 1e6, lines.append, main, clock(), run_id, clock)
     m.machine.peak, m.lines = 1e9, lines  # FLOP/s of one device, so that MFU can be computed by hand
     return m
 
@@ -238,7 +239,7 @@ def test_a_resume_continues_the_file_without_duplicate_or_lost_steps(tmp_path):
     m.journal.write()
     again = make(tmp_path, m.journal.clock)
     again.load_state(state)
-    assert again.used() == pytest.approx(9 * 0.5), "what a kill threw away was paid for, too"
+    assert again.journal.used() == pytest.approx(9 * 0.5), "what a kill threw away was paid for, too"
     again.launch(6)
     take_steps(again, 7, 12)
     assert again.eta() == pytest.approx(8 * 0.5 * (1 + 2 / 6))  # the pace of this launch's steps
@@ -267,12 +268,12 @@ def test_time_used_survives_a_kill_and_counts_every_launch(tmp_path):
     again = make(tmp_path, m.journal.clock)
     again.launch(0)
     take_steps(again, 1, 40)
-    assert again.used() == pytest.approx(seconds + 20) and again.journal.restarts == 1
+    assert again.journal.used() == pytest.approx(seconds + 20) and again.journal.restarts == 1
     m.journal.clock.now += 100  # the last save and its upload
     again.close()
     assert time_used(str(tmp_path))[0] == pytest.approx(seconds + 120)
     fresh = make(tmp_path, m.journal.clock, resume="never")
-    assert fresh.used() == 0 and fresh.journal.restarts == 0
+    assert fresh.journal.used() == 0 and fresh.journal.restarts == 0
 
 
 def test_other_ranks_write_nothing(tmp_path):

@@ -21,7 +21,7 @@ from schedule import (
     first_horizon,
     rates,
     resumed_horizon,
-    save_minutes_suggested,
+    save_advice,
 )
 from settings import TYPES
 
@@ -118,7 +118,7 @@ def test_a_resume_keeps_its_horizon_unless_a_setting_that_makes_it_has_changed()
 def test_rates_do_not_depend_on_history_and_survive_json():
     s = tiny_settings(schedule="cosine", total_steps=300)
     horizon = Horizon(40, 200, 0.125)
-    again = Horizon.from_dict(json.loads(json.dumps(horizon.as_dict())))
+    again = Horizon(**json.loads(json.dumps(horizon.as_dict())))
     order = random.Random(0).sample(range(200), 200)
     assert {i: rates(i, s, horizon) for i in order} == {i: rates(i, s, again) for i in range(200)}
 
@@ -167,7 +167,10 @@ def test_contexts_are_a_few_divisors_and_only_grow():
 
 
 def test_save_interval_suggestion_is_youngs_formula():
-    assert save_minutes_suggested(8.0, 24.0) == pytest.approx(math.sqrt(2 * 8 * 86400) / 60)
+    """At a failure a day."""
+    for pause in (0.1, 0.5, 2.0, 8.0, 70.0):
+        minutes = math.sqrt(2 * pause * 86400) / 60
+        assert f"{pause:.2f} s: save_minutes={minutes:.2g} loses" in save_advice(pause)
 
 
 # --- the budget, under a fake clock ----------------------------------------------------------------------------
@@ -187,7 +190,7 @@ class FakeRun:
         budget = Budget(s, launched, self.used, world=world)
         step, horizon = 0, first_horizon(s)
         if self.saved:
-            step, horizon = self.saved["step"], Horizon.from_dict(self.saved["horizon"])
+            step, horizon = self.saved["step"], Horizon(**self.saved["horizon"])
             budget.load_state(json.loads(json.dumps(self.saved["budget"])))
         self.status, here, saved_at, costs = "done", 0, clock, self.costs
         ending = costs["pause"] + costs["save"] + costs["upload"]

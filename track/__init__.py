@@ -1,8 +1,7 @@
 """What a run shows of itself.
 
     metrics.py   the totals of a run; what each step, evaluation and save adds to them
-    meters.py    the time, loss, speed and memory of a step
-    evaluation.py  the loss on the held-out rows
+    meters.py    the time, loss, speed and memory of a step; the loss on held-out rows
     rows.py      metrics.jsonl and time.json
     console.py   the lines that a person reads, and loss.png
     health.py    parameters that do not move, ranks that lag, and, when it ends badly, why
@@ -11,9 +10,8 @@ The invariant: everything here only looks; no number that it writes or prints ch
 """
 
 from .console import draw
-from .evaluation import evaluate
 from .health import Diverged, OutOfMemory, Watcher, explained_memory
-from .meters import LossMeter, StepTimer, memory
+from .meters import LossMeter, StepTimer, evaluate, memory
 from .metrics import Metrics, MetricsError, Step
 from .rows import read_rows, reported
 

@@ -1,13 +1,10 @@
-"""Watching a run's health: parameters that do not move, ranks that lag, and, when it ends badly, why.
-
-`Watcher` does all of it in the loop, beside the proof of a launch's first step. It only looks: out come sentences for a
-person, or an exception that explains.
-"""
+"""Watching a run's health: parameters that do not move, ranks that lag, and, when it ends badly, why. Out come sentences for
+a person, or an exception that explains."""
 
 import math
 import os
 import statistics
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager
 
 import torch
@@ -20,11 +17,6 @@ from .rows import write_json
 LAG = 1.15  # a rank this much slower than the median is named
 SAMPLE = 4096  # elements of each local shard that are compared
 UPDATES = 20  # of a launch, after which everything must have moved
-
-
-def kind_of(name: str) -> str:
-    """Parameter class: the name without its layer number, so that 35 layers make one line."""
-    return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
 class Movement:
@@ -57,7 +49,8 @@ class Movement:
             changed = self.sample(p) != self.before[name]
             mine[name] = [changed.numel(), int(changed.sum()), int(self.seen.get(name, False))]
         ranks = gather(mine)
-        dead, frozen, kinds = [], [], {}
+        dead, frozen = [], []
+        sizes, moves = Counter(), Counter()  # by name without the layer's number: 35 layers make one line
         for name in mine:
             size, moved, gradient = map(sum, zip(*(rank[name] for rank in ranks), strict=True))
             if not gradient:
@@ -65,21 +58,20 @@ class Movement:
             elif not moved:
                 frozen.append(name)
             else:
-                before = kinds.get(kind_of(name), (0, 0))
-                kinds[kind_of(name)] = before[0] + size, before[1] + moved
+                kind = ".".join(part for part in name.split(".") if not part.isdigit())
+                sizes[kind] += size
+                moves[kind] += moved
         lines = []
         if frozen:
-            lines.append(f"FROZEN: {names(frozen)} received gradients but did not move: is the rate 0, or the optimizer "
-                         "built on other tensors?")  # fmt: skip
+            why = "is the rate 0, or the optimizer built on other tensors?"
+            lines.append(f"FROZEN: {names(frozen)} received gradients but did not move: {why}")
         if dead:
-            lines.append(
-                f"DEAD: {names(dead)} never received a gradient: nothing that reaches the loss uses them"
-            )
-        return lines + [
-            f"hardly moving: {kind}: {100 * moved / size:.0f} % of the elements changed"
-            for kind, (size, moved) in kinds.items()
-            if moved < 0.5 * size and kind != "embed.weight"  # tokens that did not occur keep their rows
-        ]
+            why = "nothing that reaches the loss uses them"
+            lines.append(f"DEAD: {names(dead)} never received a gradient: {why}")
+        for kind, share in ((kind, moves[kind] / sizes[kind]) for kind in sizes):
+            if share < 0.5 and kind != "embed.weight":  # tokens that did not occur keep their rows
+                lines.append(f"hardly moving: {kind}: {100 * share:.0f} % of the elements changed")
+        return lines
 
 
 def names(items: list[str]) -> str:
@@ -93,16 +85,15 @@ def straggler(ranks: list[dict], step: float) -> str | None:
     waits, rates = [r["data"] for r in ranks], [r["tflops"] for r in ranks]
     usual, worst = statistics.median(waits), waits.index(max(waits))
     if waits[worst] - usual > (LAG - 1) * step:
-        return (
-            f"slowest: rank {worst} on {ranks[worst]['host']} waited {waits[worst]:.2f} s of a step of {step:.2f} s for its "
-            f"batch, the median {usual:.2f} s"
+        what = (
+            f"waited {waits[worst]:.2f} s of a step of {step:.2f} s for its batch, the median {usual:.2f} s"
         )
+        return f"slowest: rank {worst} on {ranks[worst]['host']} {what}"
     usual, worst = statistics.median(rates), rates.index(min(rates))
     if rates[worst] * LAG < usual:
-        return (
-            f"slowest: rank {worst} on {ranks[worst]['host']} computes at {rates[worst]:.3g} TFLOP/s, the median is "
-            f"{usual:.3g}: throttled, or shared with another process?"
-        )
+        what = f"computes at {rates[worst]:.3g} TFLOP/s, the median is {usual:.3g}"
+        why = "throttled, or shared with another process?"
+        return f"slowest: rank {worst} on {ranks[worst]['host']} {what}: {why}"
     return None
 
 
@@ -124,8 +115,7 @@ def explained_memory(settings, planned, step):
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as e:
-        lines = planned.lines() if planned else []
-        table = "\n".join(line for line in lines if "memory" in line)
+        table = "\n".join(line for line in (planned.lines() if planned else ()) if "memory" in line)
         raise OutOfMemory(
             f"out of memory at step {step() + 1}: {str(e).splitlines()[0] if str(e) else 'host memory'}\n{table}\n"
             f"lower micro_batch={settings.micro_batch}, or set activation_checkpointing=selective (now "
@@ -143,8 +133,7 @@ class Watcher:
         self.settings, self.agree, self.log, self.fresh = settings, agree, log, fresh
         self.parameters, self.muon, self.updates, self.bad_in_a_row = dict(named_parameters), muon, 0, 0
         self.movement, self.box = Movement(self.parameters.items()), deque(maxlen=32)
-        head = "embed.weight" if settings.tie_embeddings else "lm_head.weight"
-        dense = {head: settings.vocab_size}
+        dense = {"embed.weight" if settings.tie_embeddings else "lm_head.weight": settings.vocab_size}
         self.proof = proofs.FirstStepProof(agree, self.parameters.items(), blocks, dense, log)
         muon.watch = self.proof.watch
 
@@ -166,16 +155,15 @@ class Watcher:
     def write_box(self):
         """blackbox.json: the last steps, and which gradients of this one are the largest."""
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        squares = self.agree.gather(
-            {name: float(local(g).float().square().sum()) for name, g in grads.items()}
-        )
+        mine = {name: float(local(g).float().square().sum()) for name, g in grads.items()}
+        squares = self.agree.gather(mine)
         norms = {name: math.sqrt(sum(rank[name] for rank in squares)) for name in grads}
         largest = sorted(norms, key=lambda n: norms[n] if math.isfinite(norms[n]) else math.inf, reverse=True)
         if self.agree.rank == 0:
             path = os.path.join(self.settings.out_dir, "blackbox.json")
             table = {name: norms[name] for name in largest[:10]}
-            reason = {"reason": "non-finite steps", "largest_gradient_norms": table}
-            write_json(path, {**reason, "steps": list(self.box)})
+            box = {"reason": "non-finite steps", "largest_gradient_norms": table, "steps": list(self.box)}
+            write_json(path, box)
             self.log(f"the last {len(self.box)} steps are in {path}")
 
     def after_update(self, done):
@@ -208,6 +196,5 @@ class Watcher:
             return
         mine = {"host": os.uname().nodename, "data": done.seconds["data"]}
         mine["tflops"] = proofs.matmul_rate(self.agree.device, repeats=10)
-        line = straggler(self.agree.gather(mine), done.seconds["total"])
-        if line:
+        if line := straggler(self.agree.gather(mine), done.seconds["total"]):
             self.log(line)

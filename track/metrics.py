@@ -4,15 +4,10 @@ The one idea: **speed is measured over training steps only, cost over everything
 (evaluations and saves are not in it) and hands their pauses in separately, so tokens/s and MFU say how fast the
 machine trains, while `seconds_by_part` in the report says where every second of the launch went.
 
-    metrics = Metrics(settings, world, device, lambda ctx: …, log, main=rank == 0)
-    metrics.load_state(saved["metrics"], folder)            # resume only
-    metrics.launch(step, end_step)                          # opens metrics.jsonl, without the rows of later steps
-    each step:  metrics.step(Step(…), seconds_left);  evaluation(…), sample(…), save(…), event(…) where there is one
-    metrics.report(status="done", …)                        # report.json, the table, loss.png
-
 `step` here counts finished steps: a checkpoint "at step n" follows row n. Every value is global; rank 0 writes.
 """
 
+import functools
 import importlib
 import math
 import os
@@ -22,8 +17,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from .console import Console, draw, duration, perplexity
-from .meters import PARTS, Machine
-from .rows import Journal, Rows, Trouble, finite, read_rows, write_json
+from .meters import PARTS, Machine, memory
+from .rows import Journal, Rows, finite, read_rows, write_json, writing
 
 
 class MetricsError(ValueError):
@@ -75,14 +70,6 @@ class Totals:
         self.time.update({part: done.seconds[part] for part in PARTS})
         self.trained.update(seconds=seconds, tokens=done.tokens, flops=done.tokens * (flops or 0), steps=1)
 
-    def evaluated(self, step: int, loss: float, result: dict) -> bool:
-        """True when it is the best so far: a loss that is no number never is."""
-        self.last_evaluation = {"step": step, **result}
-        best = math.isfinite(loss) and (self.best is None or loss < self.best["loss"])
-        if best:
-            self.best = {"step": step, "loss": loss}
-        return best
-
     def pace(self) -> float:
         """Seconds of a step of this launch, with evaluations and saves at the share that they had so far."""
         pauses = (self.time["evaluation"] + self.time["save"]) / max(1e-9, sum(self.time[p] for p in PARTS))
@@ -106,27 +93,19 @@ class Metrics:
     """See the top of the file. `main=False` (every rank but 0) makes all methods cheap and silent."""
 
     def __init__(
-        self, settings, world=1, device="cpu", flops_per_token=lambda ctx: None, log=print, main=True, launched=None,
-        run_id=None, clock=time.monotonic,
-    ):  # fmt: skip
+        self, settings, world, device, flops_per_token, log, main, launched, run_id, clock=time.monotonic
+    ):
         out_dir, fresh = settings.out_dir, settings.resume == "never"
         log = log if main else lambda text: None
         self.settings, self.flops_per_token, self.totals = settings, flops_per_token, Totals()
-        self.machine, self.console, self.trouble = (
-            Machine(device, world, measure=main),
-            Console(log),
-            Trouble(log),
-        )
-        self.journal = Journal(out_dir, self.trouble, launched, clock, fresh)
+        self.machine, self.console = Machine(device, world, measure=main), Console(log)
+        self.say = functools.cache(log)  # each trouble once
+        self.journal = Journal(out_dir, self.say, launched, clock, fresh)
         self.end_step = settings.steps
         self.tracker = open_tracker(settings, run_id) if main else None
-        self.rows = Rows(out_dir, self.trouble, fresh, run_id) if main else None
+        self.rows = Rows(out_dir, self.say, fresh, run_id) if main else None
         if main:
             self.journal.write()
-
-    def used(self) -> float:
-        """Seconds used by this run, over all launches."""
-        return self.journal.used()
 
     def row(self, kind: str, step: int, **values):
         if self.rows:
@@ -137,7 +116,7 @@ class Metrics:
             numbers = {k: v for k, v in finite(values).items() if isinstance(v, (int, float))}
             self.tracker.log(numbers, step=step)
 
-    def launch(self, step: int = 0, end_step: int | None = None, **facts):
+    def launch(self, step: int, end_step: int | None = None, **facts):
         """Start-up is over: training begins at `step` finished steps. Rows of later steps will be done again: dropped."""
         self.totals.step, self.end_step = step, end_step or self.end_step
         self.totals.time["start-up"] += self.journal.here()
@@ -148,7 +127,7 @@ class Metrics:
 
     def state(self) -> dict:
         """JSON for the checkpoint."""
-        return finite(self.totals.state() | {"used": self.used()})
+        return finite(self.totals.state() | {"used": self.journal.used()})
 
     def load_state(self, state: dict, folder: str = ""):
         """Continue with a checkpoint's totals, and with the rows in its `folder` where another machine wrote them; then
@@ -165,13 +144,13 @@ class Metrics:
         if not self.rows:
             return
         self.console.window.update({**done.seconds, "tokens": done.tokens, "steps": 1})
-        memory, (muon_lr, lr, momentum) = self.machine.memory(), done.rates
+        gb, (muon_lr, lr, momentum) = memory(self.machine.device), done.rates
         row = dict(
             loss=done.loss, loss_by_domain=done.loss_by_domain, grad_norm=done.grad_norm, muon_lr=muon_lr, lr=lr,
             momentum=momentum, ctx=done.ctx, tokens=self.totals.tokens,
             **self.machine.speed(done.tokens, done.seconds["total"], flops), seconds=done.seconds["total"],
-            **{f"{part}_seconds": done.seconds[part] for part in PARTS}, memory_gb=memory["now"],
-            memory_peak_gb=memory["peak"], epochs=done.epochs, bad=done.bad,
+            **{f"{part}_seconds": done.seconds[part] for part in PARTS}, memory_gb=gb["now"],
+            memory_peak_gb=gb["peak"], epochs=done.epochs, bad=done.bad,
         )  # fmt: skip
         self.row("step", done.step, **row)
         self.track(row, done.step)
@@ -180,24 +159,26 @@ class Metrics:
         if done.step % self.settings.log_every == 0 or first or done.step == self.end_step:
             window = self.console.window
             speed = self.machine.speed(window["tokens"], window["total"], flops)
-            ahead = f"ETA {duration(self.eta())}"
-            if seconds_left is not None:
-                ahead += f" | {seconds_left / 3600:.2f}h left"
+            left = "" if seconds_left is None else f" | {seconds_left / 3600:.2f}h left"
+            ahead = f"ETA {duration(self.eta())}{left}"
             self.console.log(f"step {done.step:06d}/{self.end_step} | ctx {done.ctx} | {ahead}")
-            self.console.step(done, self.totals.losses, speed, memory)
+            self.console.step(done, self.totals.losses, speed, gb)
 
     def eta(self) -> float:
         """Seconds until end_step at this launch's pace."""
         seconds = max(0, self.end_step - self.totals.step) * self.totals.pace()
         if self.settings.max_hours:  # a wsd horizon moves late: until then end_step is what was wished for
-            seconds = min(seconds, max(0.0, self.settings.max_hours * 3600 - self.used()))
+            seconds = min(seconds, max(0.0, self.settings.max_hours * 3600 - self.journal.used()))
         return seconds
 
     def evaluation(self, step, loss, by_domain, bits_per_byte=None, seconds=0.0, final=False) -> bool:
-        """An evaluation is done; True when it is the best so far. Draws loss.png."""
-        self.totals.time["evaluation"] += seconds
-        result = dict(loss=loss, loss_by_domain=by_domain, bits_per_byte=bits_per_byte)
-        best = self.totals.evaluated(step, loss, result)
+        """An evaluation is done; True when it is the best so far: a loss that is no number never is. Draws loss.png."""
+        totals, result = self.totals, dict(loss=loss, loss_by_domain=by_domain, bits_per_byte=bits_per_byte)
+        totals.time["evaluation"] += seconds
+        totals.last_evaluation = {"step": step, **result}
+        best = math.isfinite(loss) and (totals.best is None or loss < totals.best["loss"])
+        if best:
+            totals.best = {"step": step, "loss": loss}
         self.row("evaluation", step, **result, seconds=seconds, final=final)
         self.console.evaluation(loss, by_domain, bits_per_byte, best)
         self.track({"val_loss": loss, **{f"val_loss/{d}": v for d, v in by_domain.items()}}, step)
@@ -207,9 +188,8 @@ class Metrics:
     def save(self, step: int, kind: str, receipt: dict):
         """A checkpoint was saved: receipt with bytes, seconds, pause (seconds that training waited)."""
         self.totals.time["save"] += receipt["pause"]
-        self.row(
-            "save", step, **{k: v for k, v in receipt.items() if k not in ("step", "kind")}, checkpoint=kind
-        )
+        numbers = {k: v for k, v in receipt.items() if k not in ("step", "kind")}
+        self.row("save", step, **numbers, checkpoint=kind)
 
     def sample(self, step: int, text: str):
         self.row("sample", step, text=text)
@@ -236,15 +216,16 @@ class Metrics:
 
     def picture(self):
         """loss.png, or once the line that says how to get it."""
-        if self.rows:
-            folder = os.path.dirname(self.rows.path)
-            path = os.path.join(folder, "loss.png")
-            try:
-                with self.trouble.writing(path):
-                    draw({os.path.basename(folder): read_rows(self.rows.path)}, path)
-            except ImportError:
-                how = "pip install matplotlib (the numbers are in metrics.jsonl)"
-                self.trouble.say("matplotlib", f"loss.png needs matplotlib: {how}")
+        if not self.rows:
+            return
+        folder = os.path.dirname(self.rows.path)
+        path = os.path.join(folder, "loss.png")
+        try:
+            with writing(path, self.say):
+                draw({os.path.basename(folder): read_rows(self.rows.path)}, path)
+        except ImportError:
+            how = "pip install matplotlib (the numbers are in metrics.jsonl)"
+            self.say(f"loss.png needs matplotlib: {how}")
 
     def close(self):
         """The launch ends: the time of its last save and upload is journalled, the tracker told."""
@@ -252,7 +233,6 @@ class Metrics:
             self.journal.write()
         if self.tracker:
             self.tracker.finish()
-            self.tracker = None
 
 
 def figures(totals: Totals, machine: Machine, journal: Journal) -> dict:
@@ -277,7 +257,7 @@ def figures(totals: Totals, machine: Machine, journal: Journal) -> dict:
         **machine.speed(trained["tokens"], trained["seconds"], flops),
         "seconds_per_step": trained["seconds"] / max(1, trained["steps"]),
         "seconds_by_part": parts | {"rest": round(max(0.0, wall - sum(parts.values())), 3)},
-        "memory_peak_gb": machine.memory()["peak"],
+        "memory_peak_gb": memory(machine.device)["peak"],
         "memory_before_model_gb": machine.baseline,
         "restarts": journal.restarts,
         "bad_steps": totals.bad_steps,
@@ -292,9 +272,8 @@ def open_tracker(settings, run_id: str | None):
     try:
         module = importlib.import_module(name)
     except ImportError as e:
-        raise MetricsError(
-            f"tracker={name!r} but {name} cannot be imported ({e}): pip install {name}, or --tracker=none"
-        ) from None
+        cure = f"pip install {name}, or --tracker=none"
+        raise MetricsError(f"tracker={name!r} but {name} cannot be imported ({e}): {cure}") from None
     run = run_id or os.path.basename(os.path.normpath(settings.out_dir))
     same = {"id": run} if name == "wandb" else {}  # trackio knows a run by its name
     config = settings.as_dict()

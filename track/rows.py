@@ -43,19 +43,16 @@ def write_json(path: str, value: dict):
 def read_rows(path: str) -> list[dict]:
     """The rows of a metrics.jsonl, [] where there is none; a last line torn by a kill is left out."""
     rows = []
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            for line in f:
-                with contextlib.suppress(ValueError):
-                    rows.append(json.loads(line))
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as f:
+        for line in f:
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
     return rows
 
 
 def reported(path: str) -> int | None:
     """The step of a report.json, None where there is none."""
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8") as f:
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as f:
         return json.load(f).get("step")
 
 
@@ -64,32 +61,22 @@ def last_step(path: str) -> int:
     return max((row.get("step", -1) for row in read_rows(path)), default=-1)
 
 
-class Trouble:
-    """Says each trouble once. A full disk costs rows, not the run: as a failed save does."""
-
-    def __init__(self, log):
-        self.log, self.said = log, set()
-
-    def say(self, name: str, text: str):
-        if name not in self.said:
-            self.log(text)
-        self.said.add(name)
-
-    @contextlib.contextmanager
-    def writing(self, path: str):
-        try:
-            yield
-        except OSError as e:
-            folder, name = os.path.split(path)
-            self.say(name, f"{name} in {folder} is NOT WRITTEN ({e.strerror or e}); training goes on")
+@contextlib.contextmanager
+def writing(path: str, say):
+    """A full disk costs rows, not the run, as a failed save does: it is said."""
+    try:
+        yield
+    except OSError as e:
+        folder, name = os.path.split(path)
+        say(f"{name} in {folder} is NOT WRITTEN ({e.strerror or e}); training goes on")
 
 
 class Rows:
     """metrics.jsonl, without the rows of steps that will be done again. `fresh`: what lies there is another run's, and
     is put aside, as its checkpoints are."""
 
-    def __init__(self, out_dir: str, trouble: Trouble, fresh: bool, run_id: str | None):
-        self.path, self.trouble = os.path.join(out_dir, "metrics.jsonl"), trouble
+    def __init__(self, out_dir: str, say, fresh: bool, run_id: str | None):
+        self.path, self.say = os.path.join(out_dir, "metrics.jsonl"), say
         os.makedirs(out_dir, exist_ok=True)
         if fresh and os.path.exists(self.path):
             os.replace(self.path, os.path.join(out_dir, f"metrics.before-{run_id}.jsonl"))
@@ -110,7 +97,7 @@ class Rows:
 
     def append(self, kind: str, step: int, **values):
         row = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(values)}
-        with self.trouble.writing(self.path):
+        with writing(self.path, self.say):
             self.file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
@@ -119,9 +106,9 @@ class Journal:
 
     `launched`: when the process began, on the monotonic `clock`, since start-up is paid for too."""
 
-    def __init__(self, out_dir: str, trouble: Trouble, launched: float | None, clock, fresh: bool):
-        self.path, self.trouble, self.clock = os.path.join(out_dir, "time.json"), trouble, clock
-        self.launched = clock() if launched is None else launched
+    def __init__(self, out_dir: str, say, launched: float, clock, fresh: bool):
+        self.path, self.say, self.clock = os.path.join(out_dir, "time.json"), say, clock
+        self.launched = launched
         self.used_before, self.restarts = (0.0, 0) if fresh else time_used(out_dir)
 
     def here(self) -> float:
@@ -134,7 +121,7 @@ class Journal:
 
     def write(self):
         self.written = self.clock()
-        with self.trouble.writing(self.path):
+        with writing(self.path, self.say):
             write_json(self.path, {"seconds": self.used(), "launches": self.restarts + 1})
 
     def keep_young(self):
