@@ -126,11 +126,10 @@ class Exchange:
     def on_rank_0(self, call, what: str = ""):
         """call()'s JSON-able value on every rank; an OSError (HubError is one) on rank 0 stops all ranks."""
         value = problem = None
-        if self.rank == 0:
-            try:
-                value = call()
-            except OSError as e:
-                problem = e
+        try:
+            value = call() if self.rank == 0 else None
+        except OSError as e:
+            problem = e
         self.verdict(problem, what)
         return self.broadcast(value)
 

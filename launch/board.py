@@ -52,9 +52,9 @@ class Launcher:
         later than others; itself it reaches at once, or it has no loopback device."""
         import torch.distributed as dist
 
-        soon = min(self.timeout, timedelta(seconds=30))
-        options = dict(wait_for_workers=False, timeout=soon if self.torchrun is not None else self.timeout)
-        if self.torchrun is None and self.rank == 0 and self.server is None:
+        by_hand, soon = self.torchrun is None, min(self.timeout, timedelta(seconds=30))
+        options = dict(wait_for_workers=False, timeout=self.timeout if by_hand else soon)
+        if by_hand and self.rank == 0 and self.server is None:
             hosting = options | dict(is_master=True, timeout=soon)
             self.server = dist.TCPStore(self.address, self.port, **hosting)
             self.port = self.server.port
@@ -189,8 +189,8 @@ class Watchdog:
         self.closed, self.pulse = threading.Event(), time.monotonic()
         self.table, self.peers = process_table(), {}  # {rank: its card}, of this machine's other ranks
         self.heard = (None, time.monotonic())  # the neighbour's last beat, and when it came
-        both = self._watch, self._watch_the_watchdog
-        self.threads = [threading.Thread(target=f, daemon=True) for f in both]
+        bodies = self._watch, self._watch_the_watchdog
+        self.threads = [threading.Thread(target=f, daemon=True) for f in bodies]
 
     def start(self):
         for thread in self.threads:
@@ -247,8 +247,8 @@ class Watchdog:
         for rank in range(first, first + launcher.local_world):
             if rank not in self.peers and rank != launcher.rank and (card := self.board.card(rank)):
                 self.peers[rank] = card
-        for rank, card in self.peers.items():
-            if self.table is None or card["table"] != self.table:
+        for rank, card in self.peers.items() if self.table else ():
+            if card["table"] != self.table:
                 continue
             state = process_state(card["pid"])
             gone = state is None or state[0] in "ZX" or state[1] != card["state"][1]

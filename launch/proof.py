@@ -57,9 +57,8 @@ def code() -> dict[str, str]:
     """{file: sha256} of the code of this project, read once: what runs, whatever is edited meanwhile."""
     root, found = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), {}
     rooms = [os.path.dirname(n) for n in glob.glob("*/__init__.py", root_dir=root)]
-    for name in sorted(
-        n for room in ("", *rooms) for n in glob.glob(os.path.join(room, "*.py"), root_dir=root)
-    ):
+    files = [n for room in ("", *rooms) for n in glob.glob(os.path.join(room, "*.py"), root_dir=root)]
+    for name in sorted(files):
         with open(os.path.join(root, name), "rb") as f:
             found[name] = hashlib.sha256(f.read()).hexdigest()
     return found
@@ -130,11 +129,10 @@ def matmul_rate(device, repeats: int = 50) -> float:
 def check_device(agree, log=print):
     """Each device repeats its own bits, gives the same bits as all others, and is not much slower than they are."""
     gpu = agree.device.type == "cuda"
-    results, problem = [matmul_bits(agree.device) for _ in range(3)], None
-    if not results[0][1]:
-        problem = StartupError(f"rank {agree.rank}: a matrix product of finite numbers is not finite. {NEXT}")
-    elif len(set(results)) > 1:
-        problem = StartupError(f"rank {agree.rank}: a matrix product gives other bits each time. {NEXT}")
+    results = [matmul_bits(agree.device) for _ in range(3)]
+    wrong = "gives other bits each time" if len(set(results)) > 1 else ""
+    wrong = wrong if results[0][1] else "of finite numbers is not finite"
+    problem = StartupError(f"rank {agree.rank}: a matrix product {wrong}. {NEXT}") if wrong else None
     agree.verdict(problem, "device check")
     check_equal(agree, "the product of two fixed matrices", results[0][0])
     rates = agree.gather(matmul_rate(agree.device, 50 if gpu else 10))
@@ -257,10 +255,7 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
         "all_to_all_single": (torch.zeros_like(exchanged), exchanged, [to_send]),
     }
 
-    def wait():
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wrong, speed = [], {}
     # All of them, three times, whatever is found: ranks must stay in step until the verdict.
     for name, (before, want, rest) in cases.items():
@@ -285,7 +280,7 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
 def fingerprint(named_parameters) -> dict[str, str]:
     """{name: 64-bit hash of the bits of this rank's part}; it changes when two values change places, and when all move by
     the same amount up or down, as in AdamW's first step: a plain sum sees neither."""
-    names, sums = [], []
+    totals = {}
     for name, p in named_parameters:
         flat = local(p).contiguous().flatten()
         bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
@@ -295,9 +290,9 @@ def fingerprint(named_parameters) -> dict[str, str]:
             place = torch.arange(start, start + part.numel(), device=flat.device)
             mixed = (part ^ (place * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
             total += ((mixed ^ (mixed >> 29)) * 0x14D049BB133111EB).sum()
-        names.append(name)
-        sums.append(total)
-    return {n: f"{v & (2**64 - 1):016x}" for n, v in zip(names, torch.stack(sums).tolist(), strict=True)}
+        totals[name] = total
+    values = torch.stack(list(totals.values())).tolist()
+    return {name: f"{v & (2**64 - 1):016x}" for name, v in zip(totals, values, strict=True)}
 
 
 def check_weights(agree, named_parameters, shard: int, log=print):
@@ -342,12 +337,9 @@ class FirstStepProof:
         self.bits = fingerprint(self.parameters)
         for name, p in self.parameters:
             g = torch.zeros(1, 1) if p.grad is None else local(p.grad)
-            self.facts[name] = {
-                "gradient": int(g.count_nonzero()),
-                "wild": int(not g.isfinite().all()),
-                "rows": int((g != 0).flatten(1).any(1).sum()) if name in self.dense else 0,
-                "largest": float(g.abs().max()) if g.numel() else 0.0,
-            }
+            fact = dict(gradient=int(g.count_nonzero()), wild=int(not g.isfinite().all()))
+            fact["rows"] = int((g != 0).flatten(1).any(1).sum()) if name in self.dense else 0
+            self.facts[name] = fact | dict(largest=float(g.abs().max()) if g.numel() else 0.0)
 
     def after_update(self, rate: float, epsilon: float = 1e-8):
         """After the optimizers: which parameters moved. `rate` is the smallest rate of the step, `epsilon` AdamW's, whose
@@ -413,11 +405,11 @@ class FirstStepProof:
         def said(low, high, off):
             return f"singular values {low:.3g} to {high:.3g} (band {BAND}), distance {off:.3g} from U V^T (0.05 allowed)"
 
-        found = [against_oracle(G, factor) for _, G, factor in self.samples.values()]  # [(low, high, off), …]
-        for (name, _, _), (low, high, off) in zip(self.samples.values(), found, strict=True):
+        found = {name: against_oracle(G, factor) for name, G, factor in self.samples.values()}
+        for name, (low, high, off) in found.items():
             if not (low >= BAND[0] and high <= BAND[1] and off <= 0.05):
                 problems.append(f"{name}: not orthogonalised: {said(low, high, off)}")
-        lows, highs, offs = zip(*found, strict=True)
+        lows, highs, offs = zip(*found.values(), strict=True)
         worst = said(min(lows), max(highs), max(offs))
         return problems, f"rank {self.agree.rank}: {len(found)} sampled blocks of {len(self.names)}: {worst}"
 

@@ -106,17 +106,16 @@ def check_needs(s):
     """What the settings name and this machine lacks: all of it in one SettingsError, before anything is built."""
     import torch
 
-    lacks = []
+    lacks = {}
     if s.device == "cuda" and not torch.cuda.is_available():
-        why = "this machine has no GPU that torch can use; --device=cpu trains on the CPU"
-        lacks.append(s.error("device", why))
+        lacks["device"] = "this machine has no GPU that torch can use; --device=cpu trains on the CPU"
     if s.data is None:
         how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO (config/quickstart.py needs none)'
-        lacks.append(s.error("data", f"no data named: {how}"))
+        lacks["data"] = f"no data named: {how}"
     if s.drill and s.steps < drill.STEPS + 2:
-        lacks.append(s.error("total_steps", f"a drill takes {drill.STEPS + 2} steps"))
+        lacks["total_steps"] = f"a drill takes {drill.STEPS + 2} steps"
     if lacks:
-        raise SettingsError("\n".join(map(str, lacks)))
+        raise SettingsError("\n".join(str(s.error(*lack)) for lack in lacks.items()))
 
 
 def choose_device(local_rank: int, environ=os.environ):
@@ -137,7 +136,7 @@ def set_arithmetic(settings, local_world: int, environ=os.environ):
     """Threads, TF32 as in the seed, determinism."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0))
     nobodys = (None, "", "1") if "TORCHELASTIC_RUN_ID" in environ else (None, "")  # torchrun sets 1
     if settings.threads or environ.get("OMP_NUM_THREADS") in nobodys:
         torch.set_num_threads(settings.threads or max(1, cores // local_world))
@@ -164,8 +163,8 @@ def logger(rank: int):
 
     def log(text: str):
         if rank == 0:
-            stamp = time.strftime("%H:%M:%S")
-            print("\n".join(f"{stamp} | R{rank} | {line}" for line in str(text).split("\n")), flush=True)
+            start = f"{time.strftime('%H:%M:%S')} | R0 | "
+            print(start + str(text).replace("\n", f"\n{start}"), flush=True)
 
     return log
 
