@@ -3,8 +3,7 @@
     entry.py       what a script does before any other import
     startup.py     from settings to a process group, and from an error to an exit code
     agreement.py   how ranks agree: stages, deadlines, values
-    watchdog.py    the thread that ends a rank, and knows whom to blame
-    board.py       what ranks write for each other, and how a process ends
+    board.py       what ranks write for each other, and the watchdog that ends a rank, and knows whom to blame
     failures.py    what went wrong, in words and codes
     proof.py       what must be proven before a long run may go on
     drill.py       the whole cycle once, before the long run

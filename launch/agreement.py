@@ -1,8 +1,7 @@
 """How the ranks of a run agree: on stages and deadlines over the store, on values over a CPU group.
 
 Each stage of the start-up is finished by all ranks or by none; in the loop each rank says what it does and how long that
-may take. What cannot be said by the rank itself says its watchdog (`watchdog.py`), and all end with the first failure on
-the board (`board.py`). Reference: torchtitan (two collective timeouts).
+may take. Reference: torchtitan (two collective timeouts).
 """
 
 import json
@@ -11,9 +10,8 @@ import time
 from contextlib import contextmanager
 from datetime import timedelta
 
-from .board import LOST, NEIGHBOURS, POLL, Board, Ending, Launcher
+from .board import GRACE, LOST, NEIGHBOURS, POLL, Board, Ending, Launcher, StopSignals, Watchdog
 from .failures import NOBODY, RankFailed, StartupError, describe, exit_code_of, first_line
-from .watchdog import GRACE, StopSignals, Watchdog
 
 SAVER = "saver"  # description of the group that the store's saver threads talk over
 
@@ -48,29 +46,20 @@ class Stages:
         board.store.set(f"{key}/{board.rank}", f"{time.monotonic() - start:.3f}")
         board.store.add(key, 1)
         while board.store.add(key, 0) < board.world:
-            self._check_failure()
+            board.check()
             late = time.monotonic() - until
-            if late > 2 * POLL:
-                self._check_absent(key, name, late)
+            if late > 2 * POLL:  # others than those that never joined get the time to speak for themselves
+                if never := board.without("pid"):
+                    board.record(f"ranks {never} never arrived", rank=never[0], stage=name)
+                elif late > board.lost + 2 * NEIGHBOURS and (absent := board.without(key)):
+                    board.record(f"ranks {absent} did not finish", rank=NOBODY, stage=name)
             self._check_stop(key)
             time.sleep(min(0.01 * board.world, POLL))
-        self._check_failure()
+        board.check()
         if board.rank == 0:
             seconds = [float(board.store.get(f"{key}/{r}")) for r in range(board.world)]
             slow = max(range(board.world), key=seconds.__getitem__)
             self.log(f"stage {name} ok in {seconds[slow]:.1f} s (slowest: rank {slow})")
-
-    def _check_failure(self):
-        if self.board.known():
-            self.board.raise_failure()
-
-    def _check_absent(self, key: str, name: str, late: float):
-        """A stage is over for this rank but not for all, `late` seconds after its deadline. Ranks that never joined are
-        named at once; others get the time in which they, or their neighbours, speak for themselves."""
-        if never := self.board.without("pid"):
-            self.board.record(f"ranks {never} never arrived", rank=never[0], stage=name)
-        elif late > self.board.lost + 2 * NEIGHBOURS and (absent := self.board.without(key)):
-            self.board.record(f"ranks {absent} did not finish", rank=NOBODY, stage=name)
 
     def _check_stop(self, key: str = ""):
         """A signal during start-up ends it as stopped. torchrun also sends one when a rank dies: that rank goes first."""
@@ -81,12 +70,12 @@ class Stages:
         absent = self.board.without(key) if key else []
         why = f"{self.signals.name} during start-up" + (f"; ranks {absent} not finished" if absent else "")
         self.board.failure = self.board.record(why, 3, reason=self.signals.name)
-        self.board.raise_failure()
+        self.board.check()
 
     def tick(self, what: str, seconds: float):
         """The loop starts `what`, which takes less than `seconds`. Raises if another rank has failed."""
-        if self.board.failure:
-            self.board.raise_failure()
+        if self.board.failure:  # the watchdog has seen it: no question to the store in each step
+            self.board.check()
         self.board.task = (what, time.monotonic() + seconds)
 
     def busy(self, seconds: float):
@@ -98,17 +87,11 @@ class Stages:
 
 def gather_json(value, group=None) -> list:
     """[value of rank 0, value of rank 1, …] on every rank of a CPU group."""
-    import torch
     import torch.distributed as dist
 
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    world = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    longest = int(max(sizes))
-    rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
-    return [json.loads(row[: int(n)].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+    texts = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, json.dumps(value), group=group)
+    return [json.loads(text) for text in texts]
 
 
 class Exchange:
@@ -123,15 +106,11 @@ class Exchange:
 
     def broadcast(self, value):
         """Rank 0's value on every rank."""
-        import torch
         import torch.distributed as dist
 
-        data = bytearray(json.dumps(value if self.rank == 0 else None).encode())
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, src=0, group=self.group)
-        data = data if self.rank == 0 else bytearray(int(size))
-        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self.group)
-        return json.loads(data)
+        texts = [json.dumps(value) if self.rank == 0 else ""]
+        dist.broadcast_object_list(texts, src=0, group=self.group)
+        return json.loads(texts[0])
 
     def verdict(self, problem: Exception | None, what: str = ""):
         """If any rank has a problem all ranks raise: their own, or RankFailed with the first rank's."""
@@ -147,11 +126,10 @@ class Exchange:
     def on_rank_0(self, call, what: str = ""):
         """call()'s JSON-able value on every rank; an OSError (HubError is one) on rank 0 stops all ranks."""
         value = problem = None
-        if self.rank == 0:
-            try:
-                value = call()
-            except OSError as e:
-                problem = e
+        try:
+            value = call() if self.rank == 0 else None
+        except OSError as e:
+            problem = e
         self.verdict(problem, what)
         return self.broadcast(value)
 
@@ -187,24 +165,11 @@ class Agreement(Stages, Exchange):
         board, signals = Board(launcher, store), StopSignals(says=launcher.rank == 0)
         Stages.__init__(self, board, signals, settings, log)
         Exchange.__init__(self, launcher.rank, launcher.world)
-        self.device = None
+        self.device, self.local_rank = None, launcher.local_rank
         self.ending = Ending(board, settings.out_dir, log)
+        self.info, self.note = self.ending.info, self.ending.note
         self.watchdog = Watchdog(board, signals, self.ending.leave)
         self.watchdog.start()
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its machine."""
-        return self.board.launcher.local_rank
-
-    @property
-    def info(self) -> dict:
-        """The facts noted so far."""
-        return self.ending.info
-
-    def note(self, **info):
-        """Facts for status.json, such as saved=STEP."""
-        self.ending.note(**info)
 
     def open_groups(self, device):
         """The default process group (nccl on GPUs, gloo on CPUs) and the gloo side group for agreement."""

@@ -1,13 +1,22 @@
-"""What the ranks write for each other in the launcher's store, and how a process ends once one of them has failed.
+"""What the ranks write for each other in the launcher's store, and the thread of each that ends it when one has failed.
 
 The one idea: ranks tell each other how they are over the launcher's key-value store, not over collectives. A collective
 waits for the very rank that is stuck; the store answers while the main thread hangs in C++ and survives any worker.
-The first failure that reaches the key `fail` is *the* failure: all ranks print it, write it to status.json and end. torch
-is imported inside functions: this file is loaded before the environment is set. Reference: TCPStore of torch.distributed.
+The first failure that reaches the key `fail` is *the* failure: all ranks print it, write it to status.json and end.
+
+Who is blamed:
+* a rank that raises, or that passes its deadline outside a collective, names itself;
+* a killed process is named by the ranks of its machine, a silent one by its neighbour in the ring of heartbeats;
+* a rank inside a collective is a victim and speaks last; then nobody is named, rather than somebody innocent.
+
+torch is imported inside functions: this file is loaded before the environment is set. References: TCPStore of
+torch.distributed; NVIDIA's nvidia-resiliency-ext (section deadlines).
 """
 
+import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -16,14 +25,13 @@ import traceback
 from datetime import timedelta
 
 from . import failures
-from .failures import NOBODY
+from .failures import NOBODY, first_line
 
 POLL = 0.2  # seconds between looks
-LOST = {
-    "cpu": 10.0,
-    "cuda": 30.0,
-}  # seconds without a heartbeat; a CUDA call may hold the interpreter for a while
+LOST = {"cpu": 10.0, "cuda": 30.0}  # without a heartbeat; a CUDA call may hold the interpreter for a while
 NEIGHBOURS = 3.0  # seconds more, in which a culprit, or its neighbour, speaks before its victims
+GRACE = 2.0  # seconds for the main thread to leave by itself once a failure is known
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Launcher:
@@ -44,9 +52,9 @@ class Launcher:
         later than others; itself it reaches at once, or it has no loopback device."""
         import torch.distributed as dist
 
-        soon = min(self.timeout, timedelta(seconds=30))
-        options = dict(wait_for_workers=False, timeout=soon if self.torchrun is not None else self.timeout)
-        if self.torchrun is None and self.rank == 0 and self.server is None:
+        by_hand, soon = self.torchrun is None, min(self.timeout, timedelta(seconds=30))
+        options = dict(wait_for_workers=False, timeout=self.timeout if by_hand else soon)
+        if by_hand and self.rank == 0 and self.server is None:
             hosting = options | dict(is_master=True, timeout=soon)
             self.server = dist.TCPStore(self.address, self.port, **hosting)
             self.port = self.server.port
@@ -109,12 +117,11 @@ class Board:
                         return self.failure
                     time.sleep(POLL)
             except RuntimeError as e:
-                return self.store_lost(f"lost ({failures.first_line(e)})")
+                return self.store_lost(f"lost ({first_line(e)})")
             return self.record(f"lost its peers in a collective: {failures.describe(error)}", rank=NOBODY)
         more = {"reason": error.reason} if isinstance(error, failures.Stopped) else {}
-        return self.record(
-            failures.describe(error), failures.exit_code_of(error), getattr(error, "rank", None), **more
-        )
+        code, rank = failures.exit_code_of(error), getattr(error, "rank", None)
+        return self.record(failures.describe(error), code, rank, **more)
 
     def store_lost(self, how: str) -> dict:
         """The failure of whoever hosts the store; it can't be written there."""
@@ -124,7 +131,10 @@ class Board:
         why = f"control store {how}: {host} is gone or unreachable"
         return dict(rank=rank, host=host, stage=self.task[0], why=why, code=71)
 
-    def raise_failure(self):
+    def check(self):
+        """Raise the failure that any rank has written."""
+        if not self.known():
+            return
         f = self.failure
         if f["code"] == 3:
             raise failures.Stopped(f.get("reason", "?"), f["why"])
@@ -138,6 +148,136 @@ class Board:
         return f"first {'to stop' if stop else 'failure'}: {who} in '{f['stage']}': {f['why']}"
 
 
+class StopSignals:
+    """SIGTERM, SIGINT and SIGUSR1 only set a flag, which the ranks agree on. A second SIGINT leaves at once: python runs
+    no handler while the main thread waits inside a collective, so the watchdog counts them on the wake-up pipe."""
+
+    def __init__(self, says: bool = True):
+        self.name, self.when, self.interrupts, self.says = None, 0.0, 0, says
+        self.pipe, end = socket.socketpair()
+        self.pipe.setblocking(False)
+        end.setblocking(False)
+        signal.set_wakeup_fd(end.detach(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame=None):
+        if self.name is None:
+            self.name, self.when = signal.Signals(number).name, time.monotonic()
+            if self.says:  # a step and its save can take a minute: nobody should wonder, or insist
+                again = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
+                text = f"[nova] {self.name}: stops after this step or stage, nothing is lost{again}"
+                print(text, file=sys.stderr, flush=True)
+
+    def insisted(self) -> bool:
+        """Has SIGINT come twice? Called by the watchdog."""
+        try:
+            for number in self.pipe.recv(64):
+                self.interrupts += number == signal.SIGINT
+                if number in SIGNALS:
+                    self._note(number)
+        except BlockingIOError:
+            pass
+        return self.interrupts > 1
+
+
+class Watchdog:
+    """Looks at the board, at this rank's deadline and at its neighbours; `leave(failure)` ends the process."""
+
+    def __init__(self, board: Board, signals: StopSignals, leave):
+        self.board, self.signals, self.leave = board, signals, leave
+        self.closed, self.pulse = threading.Event(), time.monotonic()
+        self.table, self.peers = process_table(), {}  # {rank: its card}, of this machine's other ranks
+        self.heard = (None, time.monotonic())  # the neighbour's last beat, and when it came
+        bodies = self._watch, self._watch_the_watchdog
+        self.threads = [threading.Thread(target=f, daemon=True) for f in bodies]
+
+    def start(self):
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self):
+        """Both threads are gone: inside the store while Python ends, one would abort the process."""
+        self.closed.set()
+        for thread in self.threads:
+            thread.join(5)
+
+    def _watch(self):
+        import torch.distributed as dist
+
+        beaten = 0.0
+        while not self.closed.wait(POLL):
+            now = time.monotonic()
+            try:
+                if self.signals.insisted():
+                    self.blame("second SIGINT: ended at once, unsaved", code=130, reason="SIGINT")
+                if self.board.known():
+                    time.sleep(GRACE)
+                    self.leave(self.board.failure)
+                self.check_deadline(now)
+                self.check_processes()
+                if now - beaten > 1:
+                    beaten = now
+                    self.check_neighbour(now)
+                self.pulse = time.monotonic()
+            except (dist.DistNetworkError, dist.DistStoreError) as e:
+                if not self.closed.is_set():
+                    self.leave(self.board.store_lost(f"lost ({first_line(e)})"))
+                return
+
+    def blame(self, why: str, **more):
+        self.leave(self.board.record(why, **more))
+
+    def check_deadline(self, now: float):
+        """Is the main thread late with what it does? A victim lets the culprit, or its neighbour, speak first."""
+        until = self.board.task[1]
+        if until is None or now < until:
+            return
+        waits, where = whereabouts(self.board.gpu)
+        if waits and now < until + self.board.lost + NEIGHBOURS:
+            return
+        faulthandler.dump_traceback(all_threads=True)
+        why = "still waiting for other ranks after the deadline" if waits else "deadline passed"
+        self.blame(f"{why}, at {where}", rank=NOBODY if waits else None)
+
+    def check_processes(self):
+        """A rank of this machine whose process is gone without a bye was killed: no need to wait for its heartbeat."""
+        launcher = self.board.launcher
+        first = launcher.rank - launcher.local_rank
+        for rank in range(first, first + launcher.local_world):
+            if rank not in self.peers and rank != launcher.rank and (card := self.board.card(rank)):
+                self.peers[rank] = card
+        for rank, card in self.peers.items() if self.table else ():
+            if card["table"] != self.table:
+                continue
+            state = process_state(card["pid"])
+            gone = state is None or state[0] in "ZX" or state[1] != card["state"][1]
+            said = gone and (self.board.store.check([f"bye/{rank}"]) or self.board.known())  # its last word
+            if gone and not said:
+                self.blame(f"process {card['pid']} of rank {rank} is gone", rank=rank)
+
+    def check_neighbour(self, now: float):
+        """Send a heartbeat, and listen for that of the next rank in the ring."""
+        store, neighbour = self.board.store, (self.board.rank + 1) % self.board.world
+        store.add(f"beat/{self.board.rank}", 1)
+        beat = store.get(f"beat/{neighbour}") if store.check([f"beat/{neighbour}"]) else None
+        if beat is None or beat != self.heard[0]:
+            self.heard = (beat, now)
+        elif now - self.heard[1] > self.board.lost and not store.check([f"bye/{neighbour}"]):
+            self.blame(f"rank {neighbour} sent no heartbeat for {now - self.heard[1]:.0f} s", rank=neighbour)
+
+    def _watch_the_watchdog(self):
+        """A store whose host vanished without closing the connection blocks the watchdog itself."""
+        last = time.monotonic()
+        while not self.closed.wait(1):
+            now = time.monotonic()
+            if now - last > 4:  # it was this process that stood still: count again from here
+                self.pulse = now
+            last = now
+            if now - self.pulse > self.board.lost + GRACE:
+                self.leave(self.board.store_lost(f"silent for {now - self.pulse:.0f} s"))
+
+
 class Ending:
     """What stays when this process has ended: status.json, a line on stderr, the exit code."""
 
@@ -149,26 +289,17 @@ class Ending:
 
     def note(self, **info):
         """Facts for status.json, such as saved=STEP. The supervisor counts restarts that do not move `saved`."""
-        self.info |= info
-        if self.board.rank == 0 and not self.guest:
-            try:
-                failures.write_status(self.out_dir, "running", None, **self.info)
-            except (
-                OSError
-            ) as e:  # a full disk ends no run; a folder that can't be written fails its own check
-                self.log(f"status.json is not written: {e}")
+        self.info.update(info)
+        if self.board.rank == 0:
+            self.write("running")
 
-    def write(self, f: dict):
-        """status.json says how the run has failed or stopped."""
-        if self.guest:
-            return
-        keep = {k: f[k] for k in ("rank", "host", "stage", "why", "reason") if k in f}
-        try:
-            failures.write_status(
-                self.out_dir, failures.CODES.get(f["code"], "failed"), f["code"], **self.info, **keep
-            )
-        except OSError as e:
-            print(f"[nova] rank {self.board.rank}: status.json not written: {e}", file=sys.stderr, flush=True)
+    def write(self, status: str, code: int | None = None, **more):
+        """A full disk ends no run; a folder that can't be written fails its own check."""
+        if not self.guest:
+            try:
+                failures.write_status(self.out_dir, status, code, **self.info, **more)
+            except OSError as e:
+                self.log(f"status.json is not written: {e}")
 
     def leave(self, f: dict):
         """End this process now, whatever its main thread is in: say why, write the status, no unwinding."""
@@ -181,7 +312,8 @@ class Ending:
             print(f"[nova] rank {rank} was at {whereabouts()[1]}", file=sys.stderr)
         who = f"rank {rank} stops; " if self.board.world > 1 else ""
         print(f"[nova] {who}{self.board.sentence(f)}", file=sys.stderr, flush=True)
-        self.write(f)
+        keep = {k: f[k] for k in ("rank", "host", "stage", "why", "reason") if k in f}
+        self.write(failures.CODES.get(f["code"], "failed"), f["code"], **keep)
         sys.stdout.flush()
         self.exit(f["code"])
 

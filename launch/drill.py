@@ -1,7 +1,6 @@
 """The drill (`--drill`): the run's whole cycle once, on its machine and with its settings, each part timed.
 
-Steps, evaluation, save, load in place, the same next losses, export. What does these is handed in. A later run in the folder
-above takes the times for its budget (`drilled`).
+What does its parts is handed in. A later run in the folder above takes the times for its budget (`drilled`).
 """
 
 import json

@@ -16,15 +16,12 @@ PACKAGES = ("torch", "numpy", "safetensors")  # the others are imported only whe
 
 def prepare(lost=""):
     """Python and packages, or exit code 71; then standard streams that hold. `lost` is said on stderr when stdout is."""
-    problem = None
+    problem = ", ".join(p for p in PACKAGES if importlib.util.find_spec(p) is None)
+    if problem:
+        problem += f" not installed for {sys.executable}: run .venv/bin/python (or `source .venv/bin/activate` first); "
+        problem += "no .venv yet? The README's first command makes it"
     if sys.version_info < PYTHON:
         problem = f"Nova needs Python {PYTHON[0]}.{PYTHON[1]} or newer; this is {sys.version.split()[0]}"
-    missing = [p for p in PACKAGES if importlib.util.find_spec(p) is None]
-    if missing and not problem:
-        problem = (
-            f"{', '.join(missing)} not installed for {sys.executable}: run .venv/bin/python (or `source .venv/bin/activate` "
-            "first); no .venv yet? The README's first command makes it"
-        )
     if problem:
         sys.stderr.write(f"[nova] {problem}\n")
         sys.exit(71)
@@ -35,10 +32,8 @@ def prepare(lost=""):
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        encoding = stream.encoding if stream else "utf-8"
-        setattr(sys, name, Console(fd, encoding, lost if fd == 1 else ""))
+    sys.stdout = Console(1, sys.stdout, lost)
+    sys.stderr = Console(2, sys.stderr, "")
 
 
 def interrupt(number, frame):
@@ -64,7 +59,8 @@ class Console(io.TextIOWrapper):
     """A standard stream. Characters outside its encoding become "?"; when it breaks (`| head`, a full disk, a closed
     terminal) what follows goes nowhere: files of the run hold every number."""
 
-    def __init__(self, fd, encoding, lost):
+    def __init__(self, fd, before, lost):
+        encoding = before.encoding if before else "utf-8"
         super().__init__(open(fd, "wb", closefd=False), encoding, errors="replace", line_buffering=True)
         self.lost = lost
 

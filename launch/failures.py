@@ -11,14 +11,11 @@ import socket
 import time
 import traceback
 
-CODES = {
-    0: "done", 3: "stopped", 64: "settings", 65: "data", 70: "failed", 71: "system", 74: "io", 130: "interrupted",
-}  # fmt: skip
+CODES = {0: "done", 3: "stopped", 64: "settings", 65: "data", 70: "failed", 71: "system", 74: "io"}
+CODES |= {130: "interrupted"}
 NOBODY = -1  # the culprit where none can be named: unknown is allowed, wrong is not
 # Files whose lines launch kernels: torch's and other packages', compiled code, and ours that compute.
-LAUNCHES = re.compile(
-    r"/(torch|triton|torchao|bitsandbytes|torchinductor\w*)/|\b(model|muon)\.py$|\bkernels/\w+\.py$|^<"
-)
+LAUNCHES = r"/(torch|triton|torchao|bitsandbytes|torchinductor\w*)/|\b(model|muon)\.py$|\bkernels/\w+\.py$|^<"
 
 
 class StartupError(RuntimeError):
@@ -53,9 +50,8 @@ def write_status(out_dir: str, status: str, exit_code: int | None, **info):
     """Replace out_dir/status.json: what the run is, or ended as. Atomic; any rank may write the same failure."""
     os.makedirs(out_dir, exist_ok=True)
     resumable = status in ("running", "stopped", "interrupted", "system", "io")
-    facts = dict(
-        status=status, exit_code=exit_code, resumable=resumable, time=time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    )
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    facts = dict(status=status, exit_code=exit_code, resumable=resumable, time=now)
     path = os.path.join(out_dir, "status.json")
     with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "w", encoding="utf-8") as f:
         json.dump(facts | info, f, indent=1)
@@ -106,12 +102,9 @@ def in_collective(frames: list, gpu: bool = False) -> bool:
     a peer is missing every rank stands in some kernel launch of its own, and nobody can say which one is to blame."""
     if not frames:
         return False
-    waits = r"\.item\(|\.tolist\(|synchronize\(|\.cpu\("
-    return (
-        inside_torch_distributed(frames[:4])
-        or bool(re.search(waits, frames[0].line or ""))
-        or (gpu and bool(LAUNCHES.search(frames[0].filename)))
-    )
+    reads = re.search(r"\.item\(|\.tolist\(|synchronize\(|\.cpu\(", frames[0].line or "")
+    launches = gpu and re.search(LAUNCHES, frames[0].filename)
+    return bool(reads or launches) or inside_torch_distributed(frames[:4])
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -1,13 +1,7 @@
-"""What must be proven before a long run is allowed to go on. Each check can fail, and then stops all ranks.
+"""What must be proven before a long run may go on: the machine, its collectives, the weights, the run's own first step.
 
-* The versions, code and settings of all ranks are equal; the one that differs is named.
-* Every device gives the same bits twice, the same as all others, and about as fast.
-* Every element that a collective moves is compared with a pattern of rank and position, on the real groups.
-* The GPUs of a node reach each other directly; the output folder holds what will be written.
-* The run's own first step is watched (`FirstStepProof`); a failed proof ends the run before anything is saved.
-
-The checks get an agreement object and values, and know nothing of the model, the optimizers or the data. Reference for
-checking every element: NVIDIA's nccl-tests.
+Each check can fail, and then stops all ranks before anything is saved. They get an agreement object and values, and know
+nothing of the model, the optimizers or the data. Reference for checking every element: NVIDIA's nccl-tests.
 """
 
 import functools
@@ -38,9 +32,6 @@ BAND = (0.6, 1.3)  # singular values of an orthogonalised block: five Polar Expr
 WELL = 0.02  # directions above this share of a gradient's norm must be orthogonalised; weaker ones may lag
 
 
-# --- checks of the machine ----------------------------------------------------------------------------------------
-
-
 def check_equal(agree, what: str, value):
     """The value must be the same on all ranks. Names the ranks that differ from the majority, and in what."""
     values = agree.gather(value)
@@ -52,7 +43,7 @@ def check_equal(agree, what: str, value):
     other = texts.index(usual)
     clear = texts.count(usual) * 2 > len(texts)  # one against one: nobody can say who is right
     mine, theirs = values[odd[0]], values[other]
-    if isinstance(mine, dict) and isinstance(theirs, dict):
+    if isinstance(mine, dict):
         names = [k for k in {**theirs, **mine} if mine.get(k) != theirs.get(k)]
         mine, theirs = ({k: v.get(k) for k in names} for v in (mine, theirs))
     mine, theirs = (json.dumps(v, sort_keys=True)[:300] for v in (mine, theirs))
@@ -85,17 +76,15 @@ def versions(device) -> dict:
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            facts[package] = None
+            pass
     facts |= {name: digest[:12] for name, digest in code().items()}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         facts |= {"gpu": p.name, "sm": f"{p.major}.{p.minor}", "memory": f"{p.total_memory / 2**30:.0f} GiB"}
         facts |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        try:
-            with open("/proc/driver/nvidia/version", encoding="utf-8") as f:
+        if os.path.exists(driver := "/proc/driver/nvidia/version"):
+            with open(driver, encoding="utf-8") as f:
                 facts["driver"] = f.readline().strip()
-        except OSError:
-            facts["driver"] = None
     return facts
 
 
@@ -105,7 +94,7 @@ def check_versions(agree, settings, log=print):
     check_equal(agree, "the environment", facts)
     check_equal(agree, "the settings", settings.as_dict())
     if agree.rank == 0:
-        log("environment: " + ", ".join(f"{k} {v}" for k, v in facts.items() if not k.endswith(".py") and v))
+        log("environment: " + ", ".join(f"{k} {v}" for k, v in facts.items() if not k.endswith(".py")))
         log(f"environment and settings {settings.digest()[:12]} equal on {agree.world} ranks")
 
 
@@ -123,8 +112,7 @@ def matmul_bits(device) -> tuple[str, bool]:
 
 
 def matmul_rate(device, repeats: int = 50) -> float:
-    """TFLOP/s of bf16 matrix products (size, size): the best of five rounds, since a round of milliseconds that another
-    thread of the host delays must not pass for a slow device."""
+    """TFLOP/s of bf16 matrix products: the best of five rounds, since another thread of the host may delay one."""
     size = PROBE[device.type]
     a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
     seconds = []
@@ -141,19 +129,18 @@ def matmul_rate(device, repeats: int = 50) -> float:
 def check_device(agree, log=print):
     """Each device repeats its own bits, gives the same bits as all others, and is not much slower than they are."""
     gpu = agree.device.type == "cuda"
-    results, problem = [matmul_bits(agree.device) for _ in range(3)], None
-    if not results[0][1]:
-        problem = StartupError(f"rank {agree.rank}: a matrix product of finite numbers is not finite. {NEXT}")
-    elif len(set(results)) > 1:
-        problem = StartupError(f"rank {agree.rank}: a matrix product gives other bits each time. {NEXT}")
+    results = [matmul_bits(agree.device) for _ in range(3)]
+    wrong = "gives other bits each time" if len(set(results)) > 1 else ""
+    wrong = wrong if results[0][1] else "of finite numbers is not finite"
+    problem = StartupError(f"rank {agree.rank}: a matrix product {wrong}. {NEXT}") if wrong else None
     agree.verdict(problem, "device check")
     check_equal(agree, "the product of two fixed matrices", results[0][0])
     rates = agree.gather(matmul_rate(agree.device, 50 if gpu else 10))
     usual, slow = statistics.median(rates), min(range(agree.world), key=rates.__getitem__)
     text = f"{usual:.1f} TFLOP/s in bf16 (median), slowest rank {slow} with {rates[slow]:.1f}"
     if gpu and rates[slow] < 0.6 * usual:
-        question = "is another process on it, or is it throttled?"
-        raise StartupError(f"device check: {text}: {question} {NEXT}", rank=slow)
+        text += ": is another process on it, or is it throttled?"
+        raise StartupError(f"device check: {text} {NEXT}", rank=slow)
     if agree.rank == 0:
         text += " SLOW" if rates[slow] < 0.9 * usual else ""
         log(f"devices: same bits on {agree.world} ranks; {text}")
@@ -198,8 +185,7 @@ def check_links(agree, settings, log=print):
 
 def check_storage(agree, out_dir: str, need: int, log=print):
     """out_dir can be written, read back, and holds `need` bytes (all checkpoints that may lie there at once)."""
-    problem, where = None, f"{out_dir} on {socket.gethostname()}"
-    path, token = os.path.join(out_dir, f".probe.{agree.rank}"), os.urandom(1 << 20)
+    problem, path, token = None, os.path.join(out_dir, f".probe.{agree.rank}"), os.urandom(1 << 20)
     try:
         os.makedirs(out_dir, exist_ok=True)
         with open(path, "wb") as f:
@@ -208,22 +194,19 @@ def check_storage(agree, out_dir: str, need: int, log=print):
             os.fsync(f.fileno())
         with open(path, "rb") as f:
             if f.read() != token:
-                problem = f"{where}: a file reads back differently"
+                problem = "a file reads back differently"
         os.remove(path)
         free = shutil.disk_usage(out_dir).free
+        found = f"{free / 1e9:.3g} GB free, {need / 1e9:.3g} GB are needed"
         if free < need:
-            problem = (
-                f"{out_dir} has {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB are needed for its checkpoints: set "
-                "--out_dir to a larger disk, lower ckpt_keep, or delete old checkpoints there"
-            )
+            cure = "set --out_dir to a larger disk, lower ckpt_keep, or delete old checkpoints there"
+            problem = f"{found} for its checkpoints: {cure}"
         elif agree.rank == 0:
-            log(f"storage: {out_dir} read back, {free / 1e9:.3g} GB free, {need / 1e9:.3g} GB needed")
+            log(f"storage: {out_dir} read back, {found}")
     except OSError as e:
-        problem = f"{where}: {e.strerror or e}"
+        problem = e.strerror or str(e)
+    problem = problem and f"{out_dir} on {socket.gethostname()}: {problem}"
     agree.verdict(StartupError(problem, exit_code=74) if problem else None, "storage")
-
-
-# --- the collective self-test -------------------------------------------------------------------------------------
 
 
 def pattern(rank: int, count: int, device, shift: int = 0):
@@ -233,8 +216,8 @@ def pattern(rank: int, count: int, device, shift: int = 0):
 
 
 def check_collectives(agree, device, groups: dict | None = None, log=print):
-    """all_gather_into_tensor, reduce_scatter_tensor, all_reduce, broadcast and all_to_all_single on the real groups
-    ({name: group}, all ranks in one of each name), every element checked, GB/s of the largest size reported."""
+    """Each collective on the real groups ({name: group}, all ranks in one of each name): every element is compared with a
+    pattern of rank and position, GB/s of the largest size reported."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 28
     top = min(1 << 28, min(agree.gather(free)) // 64)  # bytes of a whole tensor; the test holds some 20
     problems, lines = [], []
@@ -272,10 +255,7 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
         "all_to_all_single": (torch.zeros_like(exchanged), exchanged, [to_send]),
     }
 
-    def wait():
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wrong, speed = [], {}
     # All of them, three times, whatever is found: ranks must stay in step until the verdict.
     for name, (before, want, rest) in cases.items():
@@ -296,14 +276,11 @@ def collective_round(device, group, size: int) -> tuple[list[str], dict[str, flo
     return wrong, speed
 
 
-# --- weights -------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def fingerprint(named_parameters) -> dict[str, str]:
     """{name: 64-bit hash of the bits of this rank's part}; it changes when two values change places, and when all move by
     the same amount up or down, as in AdamW's first step: a plain sum sees neither."""
-    names, sums = [], []
+    totals = {}
     for name, p in named_parameters:
         flat = local(p).contiguous().flatten()
         bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
@@ -313,9 +290,9 @@ def fingerprint(named_parameters) -> dict[str, str]:
             place = torch.arange(start, start + part.numel(), device=flat.device)
             mixed = (part ^ (place * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
             total += ((mixed ^ (mixed >> 29)) * 0x14D049BB133111EB).sum()
-        names.append(name)
-        sums.append(total)
-    return {n: f"{v & (2**64 - 1):016x}" for n, v in zip(names, torch.stack(sums).tolist(), strict=True)}
+        totals[name] = total
+    values = torch.stack(list(totals.values())).tolist()
+    return {name: f"{v & (2**64 - 1):016x}" for name, v in zip(totals, values, strict=True)}
 
 
 def check_weights(agree, named_parameters, shard: int, log=print):
@@ -328,22 +305,13 @@ def check_weights(agree, named_parameters, shard: int, log=print):
         if odd:
             raise StartupError(f"ranks {agree.rank} and {rank} are replicas but differ in {odd[:3]}", rank)
     bad = [name for name, p in parameters if not local(p).isfinite().all()]
-    problem = StartupError(f"weights that are not finite: {bad[:3]}") if bad else None
-    agree.verdict(problem, "model check")
+    agree.verdict(StartupError(f"weights that are not finite: {bad[:3]}") if bad else None, "model check")
     whole = hashlib.sha256(str(everyone).encode()).hexdigest()
     log(f"weights: {len(prints)} tensors, finite; fingerprint of all ranks' bits {whole[:16]}")
 
 
-# --- proof of the first step ----------------------------------------------------------------------------------------
-
-
 class FirstStepProof:
-    """Watches the run's own first step. Nothing is undone; `conclude` raises on all ranks if any part fails.
-
-        muon.watch = proof.watch          # ... forward, backward, clip ...
-        proof.before_update()             # ... optimizer steps ...
-        proof.after_update(rate)
-        proof.conclude(loss, grad_norm, expected_loss=math.log(vocab_size))
+    """Watches the run's own first step: Muon calls `watch`, its methods below are called in their order.
 
     `blocks`: how many Muon must orthogonalise. `dense` is {parameter: rows of it that must have a gradient}: a head cut off
     from the loss shows there even when it is tied to the embedding, which the batch's tokens reach by themselves.
@@ -369,12 +337,9 @@ class FirstStepProof:
         self.bits = fingerprint(self.parameters)
         for name, p in self.parameters:
             g = torch.zeros(1, 1) if p.grad is None else local(p.grad)
-            self.facts[name] = {
-                "gradient": int(g.count_nonzero()),
-                "wild": int(not g.isfinite().all()),
-                "rows": int((g != 0).flatten(1).any(1).sum()) if name in self.dense else 0,
-                "largest": float(g.abs().max()) if g.numel() else 0.0,
-            }
+            fact = dict(gradient=int(g.count_nonzero()), wild=int(not g.isfinite().all()))
+            fact["rows"] = int((g != 0).flatten(1).any(1).sum()) if name in self.dense else 0
+            self.facts[name] = fact | dict(largest=float(g.abs().max()) if g.numel() else 0.0)
 
     def after_update(self, rate: float, epsilon: float = 1e-8):
         """After the optimizers: which parameters moved. `rate` is the smallest rate of the step, `epsilon` AdamW's, whose
@@ -386,9 +351,8 @@ class FirstStepProof:
             values, gradient = local(p), self.facts[name].pop("largest")
             largest = float(values.abs().max()) if values.numel() else 0.0
             step = rate * gradient / (gradient + epsilon)
-            self.facts[name] |= dict(
-                moved=int(bits[name] != self.bits[name]), may_stand=int(step < largest * 2.0**-22)
-            )
+            self.facts[name]["moved"] = int(bits[name] != self.bits[name])
+            self.facts[name]["may_stand"] = int(step < largest * 2.0**-22)
 
     def conclude(self, loss: float, grad_norm: float, expected_loss: float | None = None):
         """Print one line for each part; raise StartupError or RankFailed on all ranks if any part fails. `loss` is in
@@ -437,18 +401,17 @@ class FirstStepProof:
                 problems.append(f"{name}: singular values of RMS {rms:.3g} are outside {BAND}")
         if not self.samples:
             return problems, ""
-        found = [against_oracle(G, factor) for _, G, factor in self.samples.values()]  # [(low, high, off), …]
-        for (name, _, _), (low, high, off) in zip(self.samples.values(), found, strict=True):
+
+        def said(low, high, off):
+            return f"singular values {low:.3g} to {high:.3g} (band {BAND}), distance {off:.3g} from U V^T (0.05 allowed)"
+
+        found = {name: against_oracle(G, factor) for name, G, factor in self.samples.values()}
+        for name, (low, high, off) in found.items():
             if not (low >= BAND[0] and high <= BAND[1] and off <= 0.05):
-                values = f"singular values {low:.3g} to {high:.3g} (band {BAND})"
-                distance = f"distance {off:.3g} from U V^T (0.05 allowed)"
-                problems.append(f"{name}: not orthogonalised: {values}, {distance}")
-        lows, highs, offs = zip(*found, strict=True)
-        return problems, (
-            f"rank {self.agree.rank}: {len(found)} sampled blocks of {len(self.names)}: singular values {min(lows):.2f} to "
-            f"{max(highs):.2f} (band {BAND[0]} to {BAND[1]}), off-diagonal distance from the oracle U V^T at most "
-            f"{max(offs):.3f}"
-        )
+                problems.append(f"{name}: not orthogonalised: {said(low, high, off)}")
+        lows, highs, offs = zip(*found.values(), strict=True)
+        worst = said(min(lows), max(highs), max(offs))
+        return problems, f"rank {self.agree.rank}: {len(found)} sampled blocks of {len(self.names)}: {worst}"
 
 
 def against_oracle(G, factor) -> tuple[float, float, float]:

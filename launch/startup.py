@@ -1,11 +1,5 @@
 """How a run starts, and how it ends.
 
-    SETTINGS = startup.load_or_exit(load_settings, sys.argv[1:])   # before torch is imported
-    agree = startup.init(SETTINGS)                                  # board, watchdog, device, process group
-    with agree.stage("environment"): proof.check_versions(agree, SETTINGS)
-    ...
-    startup.run_main(main)                                          # status.json, one readable line, exit code
-
 What a run ended as is in status.json; under plain python the exit code says the same (CODES). torchrun turns every
 failure into 1 and would restart even a user's mistake, so under it an agreed stop exits 0, --max-restarts is refused, and
 the README's loop starts a fresh torchrun for as long as `python -m launch again OUT_DIR` says so.
@@ -27,9 +21,7 @@ from .agreement import Agreement
 from .failures import CODES, StartupError, Stopped, describe, exit_code_of, write_status
 
 __all__ = ["Agreement", "StartupError", "Stopped"]  # what a run holds, and how it may end
-
-
-# --- start -----------------------------------------------------------------------------------------------------
+CURRENT: Agreement | None = None  # of this process, for run_main
 
 
 def load_or_exit(load, argv: list[str]):
@@ -54,8 +46,7 @@ def end_early(error: BaseException, argv: list[str]):
 def setup_environment(settings, environ=os.environ):
     """Variables that must be set before torch is imported. Values that the user set win."""
     wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TOKENIZERS_PARALLELISM": "false"}
-    # the older name of the same; blocks of a few sizes fragment less
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name; blocks of a few sizes fragment less
         wanted |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if settings.debug:
         wanted |= {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_USE_CUDA_DSA": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
@@ -68,25 +59,19 @@ def setup_environment(settings, environ=os.environ):
         wanted |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     alone = int(environ.get("WORLD_SIZE", 1)) == 1
     if alone and (settings.device == "cpu" or not os.path.exists("/dev/nvidiactl")):
-        # a small model's parallel regions follow each other within microseconds: threads that fall asleep between them
-        # cost the quickstart a quarter of its rate. Ranks that share a machine need the cores for each other.
+        # threads that fall asleep between a small model's short parallel regions cost the quickstart a quarter of its
+        # rate; ranks that share a machine need the cores for each other
         wanted |= {"OMP_WAIT_POLICY": "ACTIVE"}
     for name, value in wanted.items():
         environ.setdefault(name, value)
-
-
-CURRENT: Agreement | None = None  # of this process, for run_main
 
 
 def init(settings, environ=os.environ, log=print) -> Agreement:
     """The board and its watchdog, then the process group. Every rank calls it first, after setup_environment."""
     global CURRENT
     if any(int(environ.get(f"TORCHELASTIC_{n}", 0)) for n in ("MAX_RESTARTS", "RESTART_COUNT")):
-        raise StartupError(
-            "torchrun --max-restarts is not supported: restarted ranks can meet addresses of dead ones, and a mistake is "
-            "retried as if it were a fault. Start a fresh torchrun instead, with the loop in the README",
-            exit_code=64,
-        )
+        text = "torchrun --max-restarts is not supported: start a fresh torchrun instead, with the loop in the README"
+        raise StartupError(text, exit_code=64)
     if int(environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in environ:
         raise StartupError("WORLD_SIZE is set but LOCAL_RANK is not: start the ranks with torchrun")
     try:
@@ -121,17 +106,16 @@ def check_needs(s):
     """What the settings name and this machine lacks: all of it in one SettingsError, before anything is built."""
     import torch
 
-    lacks = []
+    lacks = {}
     if s.device == "cuda" and not torch.cuda.is_available():
-        why = "this machine has no GPU that torch can use; --device=cpu trains on the CPU"
-        lacks.append(s.error("device", why))
+        lacks["device"] = "this machine has no GPU that torch can use; --device=cpu trains on the CPU"
     if s.data is None:
         how = 'set --data to "python", a folder or a Hub dataset repo, or HF_DATASET_REPO (config/quickstart.py needs none)'
-        lacks.append(s.error("data", f"no data named: {how}"))
+        lacks["data"] = f"no data named: {how}"
     if s.drill and s.steps < drill.STEPS + 2:
-        lacks.append(s.error("total_steps", f"a drill takes {drill.STEPS + 2} steps"))
+        lacks["total_steps"] = f"a drill takes {drill.STEPS + 2} steps"
     if lacks:
-        raise SettingsError("\n".join(map(str, lacks)))
+        raise SettingsError("\n".join(str(s.error(*lack)) for lack in lacks.items()))
 
 
 def choose_device(local_rank: int, environ=os.environ):
@@ -140,15 +124,11 @@ def choose_device(local_rank: int, environ=os.environ):
 
     if not torch.cuda.is_available():
         if os.path.exists("/dev/nvidiactl") and environ.get("CUDA_VISIBLE_DEVICES") != "":
-            raise StartupError(
-                f"this machine has an NVIDIA driver but torch {torch.__version__} sees no GPU: CPU build, or driver too "
-                "old (nvidia-smi)? To train on the CPU on purpose: --device=cpu"
-            )
+            text = f"this machine has an NVIDIA driver but torch {torch.__version__} sees no GPU: CPU build, or driver too"
+            raise StartupError(f"{text} old (nvidia-smi)? To train on the CPU on purpose: --device=cpu")
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise StartupError(
-            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible; lower --nproc-per-node"
-        )
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise StartupError(f"local rank {local_rank} has no GPU: {count} visible; lower --nproc-per-node")
     return torch.device("cuda", local_rank)
 
 
@@ -156,10 +136,9 @@ def set_arithmetic(settings, local_world: int, environ=os.environ):
     """Threads, TF32 as in the seed, determinism."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    chosen = environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1
-    if settings.threads or not chosen or (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ):
+    cores = len(os.sched_getaffinity(0))
+    nobodys = (None, "", "1") if "TORCHELASTIC_RUN_ID" in environ else (None, "")  # torchrun sets 1
+    if settings.threads or environ.get("OMP_NUM_THREADS") in nobodys:
         torch.set_num_threads(settings.threads or max(1, cores // local_world))
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
@@ -184,13 +163,10 @@ def logger(rank: int):
 
     def log(text: str):
         if rank == 0:
-            stamp = time.strftime("%H:%M:%S")
-            print("\n".join(f"{stamp} | R{rank} | {line}" for line in str(text).split("\n")), flush=True)
+            start = f"{time.strftime('%H:%M:%S')} | R0 | "
+            print(start + str(text).replace("\n", f"\n{start}"), flush=True)
 
     return log
-
-
-# --- end -------------------------------------------------------------------------------------------------------
 
 
 def run_main(main):
@@ -215,7 +191,7 @@ def run_main(main):
         if CURRENT.rank == 0:
             print(f"[nova] {error}", flush=True)
             facts = dict(rank=0, host=socket.gethostname(), stage=board.task[0], reason=error.reason)
-            ending.write(facts | dict(why=str(error), code=3))
+            ending.write("stopped", 3, why=str(error), **facts)
         CURRENT.close()
         sys.stdout.flush()
         ending.exit(3)

@@ -19,7 +19,7 @@ from checkpoint_tools import Ranks
 from conftest import tiny_settings
 from workers import ROOT, Rank, run
 
-from launch import agreement, board, failures, proof, startup, watchdog
+from launch import agreement, board, failures, proof, startup
 from launch.__main__ import again
 from store import Store
 
@@ -401,7 +401,7 @@ def test_restarts_without_progress_end(tmp_path):
 def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the_main_thread():
     kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        stop = watchdog.StopSignals(says=False)
+        stop = board.StopSignals(says=False)
         assert stop.name is None and not stop.insisted()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -422,7 +422,7 @@ def bare(rank=0, world=1, environ=None, store=None):
     its = board.Board(launcher, store or dist.HashStore())
     signals = SimpleNamespace(name=None)
     stages = agreement.Stages(its, signals, tiny_settings())
-    return stages, watchdog.Watchdog(its, signals, ends.append), ends
+    return stages, board.Watchdog(its, signals, ends.append), ends
 
 
 @pytest.mark.parametrize(
