@@ -10,7 +10,7 @@ from test_model_sharded import gradients
 from workers import run
 
 import model
-from kernels import choices
+from kernels import precision
 
 torchao = pytest.importorskip("torchao.float8")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -30,7 +30,7 @@ def fp8(dtype=torch.bfloat16, log=quiet, noise=True, **changes):
     nova, _ = make(dtype, noise=noise, **changes)
     s = tiny_settings(**{**FP8, **changes})
     converted = model.on_meta(s)
-    choices.convert_fp8(converted, s, log)
+    precision.convert_fp8(converted, s, log)
     converted.to_empty(device="cpu").to(dtype).load_state_dict(nova.state_dict())
     return converted, nova, s
 

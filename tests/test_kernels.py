@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from workers import run
 
 import model
-from kernels import choices, cpu
+from kernels import attention, cpu, precision
 from store import opening
 
 can_compile = pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile from a path with spaces")
@@ -72,7 +72,7 @@ def test_a_failing_compiler_is_an_error_or_a_loud_eager_run(monkeypatch, wish):
         raise RuntimeError("the compiler says no")
 
     monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend=no_compiler, **kw))
-    choices.compile_blocks(nova, s, lines.append)
+    precision.compile_blocks(nova, s, lines.append)
     if wish is True:
         with pytest.raises(model.ModelError, match="use_compile=True.*the compiler says no"):
             nova(ids, targets)
@@ -94,7 +94,7 @@ def test_choose_says_what_auto_means(monkeypatch):
     auto, fp8, compiled = dict(use_fp8="auto", use_compile="auto"), dict(use_fp8="on"), dict(use_compile=True)
 
     def chosen(settings, device):
-        return choices.choose(tiny_settings(**settings), device)
+        return precision.choose(tiny_settings(**settings), device)
 
     for capability, able, wanted in (((9, 0), True, True), ((8, 9), True, False), ((8, 0), False, False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, now=capability: now)
@@ -103,31 +103,33 @@ def test_choose_says_what_auto_means(monkeypatch):
             assert chosen(fp8, "cuda")["fp8"] is True
     with pytest.raises(model.ModelError, match="use_fp8='on'.*sm_80"):
         chosen(fp8, "cuda")
-    monkeypatch.setattr(choices.torch, "__file__", "/opt/torch/__init__.py")
-    monkeypatch.setattr(choices.shutil, "which", lambda name: None)
+    monkeypatch.setattr(precision.torch, "__file__", "/opt/torch/__init__.py")
+    monkeypatch.setattr(precision.shutil, "which", lambda name: None)
     assert chosen(auto, "cpu")["fp8"] is chosen(auto, "cpu")["compile"] is False
     assert any("eager (on a CPU" in r for r in chosen(auto, "cpu")["reasons"])
     with pytest.raises(model.ModelError, match="use_compile=True.*no C"):
         chosen(compiled, "cpu")
-    monkeypatch.setattr(choices.shutil, "which", lambda name: "/bin/" + name)
+    monkeypatch.setattr(precision.shutil, "which", lambda name: "/bin/" + name)
     with monkeypatch.context() as spaced:
-        spaced.setattr(choices.torch, "__file__", "/opt/my torch/__init__.py")
+        spaced.setattr(precision.torch, "__file__", "/opt/my torch/__init__.py")
         with pytest.raises(model.ModelError, match="path without spaces"):
             chosen(compiled, "cpu")
     assert chosen(compiled, "cpu")["compile"] is True and chosen(auto, "cpu")["compile"] is False
-    monkeypatch.setattr(choices.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: name)
     assert chosen(auto, "cuda")["compile"] is True
 
 
 def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
     """The first that works, in a fixed order, everything else switched off; math only where it is allowed."""
     works, switched, lines = set(), {}, []
-    switches = {k: lambda on, k=k: switched.update({k: on}) for k in choices.SDPA_SWITCHES}
-    monkeypatch.setattr(choices, "SDPA_SWITCHES", switches)
-    monkeypatch.setattr(choices, "attention_problem", lambda s, device, *form: None if form in works else "")
+    switches = {k: lambda on, k=k: switched.update({k: on}) for k in attention.SDPA_SWITCHES}
+    monkeypatch.setattr(attention, "SDPA_SWITCHES", switches)
+    monkeypatch.setattr(
+        attention, "attention_problem", lambda s, device, *form: None if form in works else ""
+    )
 
     def chosen(**changes):
-        return choices.choose_attention(tiny_settings(**changes), torch.device("cuda"), lines.append)
+        return attention.choose_attention(tiny_settings(**changes), torch.device("cuda"), lines.append)
 
     with pytest.raises(model.ModelError, match="attention='diff'.*head_dim=16.*allow_math_attention"):
         chosen()
@@ -147,11 +149,11 @@ def test_an_attention_kernel_is_pinned_or_an_error(monkeypatch):
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 def test_a_kernel_that_computes_wrong_is_found_out(monkeypatch, factor):
-    s, plain = tiny_settings(), choices.sdpa
-    assert choices.attention_problem(s, torch.device("cpu"), "math", False) is None
+    s, plain = tiny_settings(), attention.sdpa
+    assert attention.attention_problem(s, torch.device("cpu"), "math", False) is None
     wrong = lambda q, *rest: plain(q, *rest) * (factor if q.dtype == torch.bfloat16 else 1)  # noqa: E731
-    monkeypatch.setattr(choices, "sdpa", wrong)
-    assert "relative error" in choices.attention_problem(s, torch.device("cpu"), "math", False)
+    monkeypatch.setattr(attention, "sdpa", wrong)
+    assert "relative error" in attention.attention_problem(s, torch.device("cpu"), "math", False)
 
 
 # --- kernels for a CPU ---------------------------------------------------------------------------------------
@@ -246,15 +248,15 @@ def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
             nova, s = make(dtype, **changes)
             nova = nova.cuda()
             if dtype == torch.bfloat16:
-                kernel = choices.choose_attention(s, torch.device("cuda"), lines.append)
+                kernel = attention.choose_attention(s, torch.device("cuda"), lines.append)
                 for block in nova.layers:
                     block.attn.kernel = kernel
                 assert not torch.backends.cuda.math_sdp_enabled()
                 if compiled:
-                    choices.compile_blocks(nova, tiny_settings(**changes, use_compile=True), lines.append)
+                    precision.compile_blocks(nova, tiny_settings(**changes, use_compile=True), lines.append)
             results.append([t.float() for t in one_step(nova, *(t.cuda() for t in tokens(s)))])
     finally:
-        for switch in choices.SDPA_SWITCHES.values():
+        for switch in attention.SDPA_SWITCHES.values():
             switch(True)
     print(lines)
     assert abs(results[0][0] - results[1][0]) < 2e-2 * results[0][0]
@@ -268,4 +270,4 @@ def test_gpu_attention_runs_without_the_math_kernel(form, compiled):
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 def test_gpu_kernels_agree_with_math(form, kernel):
     s = tiny_settings(attention=form, d_model=1024, n_heads=8, n_kv_heads=2)
-    assert choices.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None
+    assert attention.attention_problem(s, torch.device("cuda"), kernel, unequal=False) is None

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from workers import run
 
 from kernels import MuonError, local
-from kernels.sharded import QUANT_BLOCK, AdamW8bit, dequantize, quantize
+from kernels.adamw8bit import QUANT_BLOCK, AdamW8bit, dequantize, quantize
 from model import Nova, Role
 from muon import Muon, build_optimizers, clip_grads, load_optimizer_state, optimizer_state, set_rates
 
