@@ -195,11 +195,7 @@ BAD = {
             "from .attention import sdpa",
             "kernels.attention -> kernels.cpu -> kernels.attention",
         ),
-        (
-            "launch/proof.py",
-            "def f():\n    from . import agreement",
-            "circle: launch.",
-        ),
+        ("launch/proof.py", "def f():\n    from . import agreement", "circle: launch."),
         (
             "kernels/cpu.py",
             "from . import sdpa",
