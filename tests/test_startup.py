@@ -39,9 +39,6 @@ def outcome(body):
         return type(e).__name__, str(e), getattr(e, "rank", None)
 
 
-# --- values between ranks ------------------------------------------------------------------------------------------
-
-
 def talk(rank, world):
     agree = exchange(rank, world)
     values = {"text": "ä" * rank, "list": [rank, None, 0.1 + rank]}
@@ -75,9 +72,6 @@ def test_verdict_raises_everywhere_and_names_the_rank():
     own, others = ("StartupError", "trouble on 1", 74, None), ("RankFailed", text, 74, 1)
     assert run(judge, world=3, bad=[1]) == [others, own, others]
     assert run(judge, world=3, bad=[1, 2])[0] == ("RankFailed", f"{text} (and 1 more ranks)", 74, 1)
-
-
-# --- equal on all ranks ----------------------------------------------------------------------------------------------
 
 
 def differing(rank, world, odd, what):
@@ -144,9 +138,6 @@ def test_fingerprints_see_one_bit_and_an_exchange():
     assert after["weight"] == first["weight"], "exchanged and back"
 
 
-# --- devices -----------------------------------------------------------------------------------------------------------
-
-
 def device_check(rank, world, odd, what):
     """A device that computes one product element wrong: always, sometimes, or as NaN. -> (outcome, lines)"""
     original, calls, lines = torch.Tensor.__matmul__, [], []
@@ -179,8 +170,6 @@ def test_healthy_devices_pass_and_report():
     assert [r[0][0] for r in results] == ["ok"] * 3
     assert "same bits on 3 ranks" in results[0][1][0] and "TFLOP/s" in results[0][1][0] and not results[1][1]
 
-
-# --- collectives ----------------------------------------------------------------------------------------------------------
 
 OPS = "all_gather_into_tensor reduce_scatter_tensor all_reduce broadcast all_to_all_single".split()
 
@@ -232,8 +221,6 @@ def test_healthy_collectives_report_their_rate_on_every_group():
     assert all(op in line for line in results[0][1] for op in OPS)
 
 
-# --- links, storage ---------------------------------------------------------------------------------------------------------
-
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
 GPU0\t X \tNV18\t{a}\tPIX\t0-47
@@ -275,8 +262,6 @@ def test_storage_is_tried_before_it_is_needed(tmp_path):
         assert e.value.exit_code == 74
 
 
-# --- who is a victim ------------------------------------------------------------------------------------------------
-
 FRAMES = [  # (innermost file, line, does it wait for other ranks: on a CPU, on a GPU)
     ("/site-packages/torch/distributed/distributed_c10d.py", "work.wait()", True, True),
     ("/nova/muon.py", "total.tolist()", True, True),
@@ -297,9 +282,6 @@ def test_on_a_gpu_a_rank_in_a_kernel_launch_is_not_the_culprit(file, line, cpu, 
     frames = [traceback.FrameSummary(file, 1, "f", line=line), below]
     assert failures.in_collective(frames) == cpu
     assert failures.in_collective(frames, gpu=True) == gpu
-
-
-# --- environment, status, signals -----------------------------------------------------------------------------------------
 
 
 def test_environment_is_set_before_torch_and_the_users_values_win():
@@ -371,8 +353,7 @@ def test_restarts_without_progress_end(tmp_path):
     assert ends("io", saved=20) and ends("running", saved=30), "started by hand: counted from the beginning"
     for status in ("done", "stopped", "failed", "settings", "data", "interrupted"):
         assert not ends(status, saved=50)
-        with open(tmp_path / "status.json") as f:
-            assert json.load(f)["status"] == status  # and the last word stays readable
+        assert json.loads((tmp_path / "status.json").read_text())["status"] == status  # the last word stays
 
 
 def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the_main_thread():
@@ -380,13 +361,10 @@ def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the
     try:
         stop = watchdog.StopSignals(says=False)
         assert stop.name is None and not stop.insisted()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert stop.name == "SIGUSR1" and not stop.insisted(), "the first name stays"
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert stop.insisted()
+        for number, insisted in ((signal.SIGUSR1, False), (signal.SIGINT, False), (signal.SIGINT, True)):
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            assert stop.name == "SIGUSR1" and stop.insisted() == insisted, "the first name stays"
     finally:
         signal.set_wakeup_fd(-1)
         for number, handler in kept.items():
@@ -425,17 +403,16 @@ def test_errors_are_described_for_a_person():
 def test_the_first_failure_is_the_failure():
     """Two ranks fail: whoever comes second reports the first, with its exit code, and a stop does not hide it."""
     store = dist.HashStore()
-    stages = [bare(rank, 2, store=store)[0] for rank in (0, 1)]
-    for rank, its in enumerate(stages):
-        its.tick(f"step {rank}", 60)
-    first = stages[1].board.record("out of memory", 70)
-    assert stages[0].board.record("SIGTERM", 3) == first == stages[1].board.record("again", 65)
-    assert (first["rank"], first["code"], first["stage"]) == (1, 70, "step 1")
-    assert first["host"] == socket.gethostname()
-    stages[0].tick("step 2", 60)  # it has not looked yet
-    assert stages[0].board.known() and "rank 1" in stages[0].board.sentence(first)
+    second, first = (bare(rank, 2, store=store)[0] for rank in (0, 1))
+    second.tick("step 0", 60)
+    first.tick("step 1", 60)
+    failure = first.board.record("out of memory", 70)
+    assert second.board.record("SIGTERM", 3) == failure == first.board.record("again", 65)
+    assert failure.items() >= dict(rank=1, code=70, stage="step 1", host=socket.gethostname()).items()
+    second.tick("step 2", 60)  # it has not looked yet
+    assert second.board.known() and "rank 1" in second.board.sentence(failure)
     with pytest.raises(failures.RankFailed, match="out of memory") as e:
-        stages[0].tick("step 3", 60)
+        second.tick("step 3", 60)
     assert e.value.exit_code == 70 and e.value.rank == 1
 
 
