@@ -4,6 +4,7 @@ Bounds are the design's, for an idle machine; `SLACK` covers a loaded one. Each 
 (`pytest -m "slow or drill" -s`).
 """
 
+import functools
 import json
 import os
 import shlex
@@ -84,18 +85,18 @@ def test_failure_table(tmp_path, name):
 
 @pytest.mark.drill
 @pytest.mark.parametrize(
-    "node, number, words", [(0, "KILL", "store"), (1, "KILL", ""), (0, "STOP", "store silent")]
+    "node, name, words", [(0, "KILL", "store"), (1, "KILL", ""), (0, "STOP", "store silent")]
 )
-def test_a_whole_node_dies_or_falls_silent(tmp_path, node, number, words):
+def test_a_whole_node_dies_or_falls_silent(tmp_path, node, name, words):
     """Launcher and rank of one node are gone at once. With node 0 goes the store: its host is named instead. A stopped
     one sends no reset: the watchdog itself would wait for ever."""
     with Launch(tmp_path / "out", "--steps=2000", ranks=2, nodes=2) as run:
         run.wait_for(lambda: run.step_reached(3, 1))
         (tmp_path / "out" / "fault").touch()
         for pid in (run.processes[node].pid, run.pids()[node]):
-            os.kill(pid, getattr(signal, f"SIG{number}"))
+            os.kill(pid, getattr(signal, f"SIG{name}"))
         seconds = run.survivors_gone(but=[node])
-        print(f"\n| node {node}, {number} | {seconds:.1f} s | {last_line(run)}")
+        print(f"\n| node {node}, {name} | {seconds:.1f} s | {last_line(run)}")
         ended = run.status()
         assert ended["status"] == "system" and ended["resumable"] and seconds < LOST + SLACK
         assert ended["rank"] == node if node else words in ended["why"] and "launcher" in ended["host"]
@@ -208,11 +209,13 @@ def test_supervisor_loop_starts_again_only_where_it_can_help(tmp_path, endings):
 @pytest.mark.slow
 def test_recovery_from_a_killed_rank(tmp_path):
     """Rank 1 is killed in every start, 8 steps after the resume: each start gets further, and the run is done."""
-    launch = (
-        f"{shlex.join(TORCHRUN)} --standalone --nproc-per-node=2 {TOY} {tmp_path}/out --steps=12 --saves=2"
+    launch = shlex.join(
+        [*TORCHRUN, "--standalone", "--nproc-per-node=2", TOY, f"{tmp_path}/out", "--steps=12"]
     )
     count = f"[ $(wc -l < {tmp_path}/starts) -lt 3 ] && echo --fault=1:loop:kill"
-    text, starts = supervise(tmp_path, "bash", "-c", f"echo x >> {tmp_path}/starts; exec {launch} $({count})")
+    text, starts = supervise(
+        tmp_path, "bash", "-c", f"echo x >> {tmp_path}/starts; exec {launch} --saves=2 $({count})"
+    )
     assert json.loads((tmp_path / "out" / "status.json").read_text())["status"] == "done", text
     assert starts == 3 and (tmp_path / "out" / "checkpoint").read_text() == "12"
     assert "1 of 3" not in text  # each start had saved something new
@@ -228,11 +231,10 @@ def test_max_restarts_is_refused_with_a_sentence(tmp_path):
 def test_a_mistake_in_the_settings_is_one_line_and_64():
     """No traceback, no torch loaded, exit code 64."""
     code = "from launch import startup; import settings; startup.load_or_exit(settings.load_settings, ['--d_modle=3'])"
-    how = dict(cwd=ROOT, capture_output=True, text=True)
-    plain, debug = (
-        subprocess.run([sys.executable, "-c", code], env=os.environ | more, **how)
-        for more in ({}, {"NOVA_DEBUG": "1"})
+    run = functools.partial(
+        subprocess.run, [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
+    plain, debug = run(), run(env=os.environ | {"NOVA_DEBUG": "1"})
     assert plain.returncode == debug.returncode == 64 and "did you mean d_model" in plain.stderr
     assert len(plain.stderr.strip().splitlines()) == 1 and "Traceback" in debug.stderr
 

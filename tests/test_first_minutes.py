@@ -17,11 +17,9 @@ from workers import ROOT
 import settings
 from kernels import devices
 
-SMALL = (
-    "--total_steps=4 --warmup_steps=1 --eval_every=2 --ckpt_every=2 --log_every=1 --d_model=32 --n_heads=2 --n_kv_heads=1 "
-    "--n_layers=1 --ffn_hidden=64 --max_len=64 --sequences_per_step=4 --micro_batch=4 --domains=code --val_rows=4 "
-    "--eval_rows=4 --final_eval_rows=4 --sample_tokens=8"
-).split()
+SMALL = """--total_steps=4 --warmup_steps=1 --eval_every=2 --ckpt_every=2 --log_every=1 --d_model=32 --n_heads=2
+--n_kv_heads=1 --n_layers=1 --ffn_hidden=64 --max_len=64 --sequences_per_step=4 --micro_batch=4 --domains=code
+--val_rows=4 --eval_rows=4 --final_eval_rows=4 --sample_tokens=8""".split()
 TRAIN = ["train_nova.py", "config/quickstart.py", *SMALL]
 ASCII = dict(LC_ALL="C", LANG="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii")
 

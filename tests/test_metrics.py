@@ -298,9 +298,7 @@ def test_rows_come_with_the_checkpoint_of_another_machine(tmp_path):
     here = make(tmp_path / "here")
     here.load_state(m.state(), str(tmp_path / "checkpoint"))
     here.launch(8)
-    assert [r["step"] for r in found(here, "step")] == list(range(1, 9)), (
-        "neither a hole nor steps that are done again"
-    )
+    assert [r["step"] for r in found(here, "step")] == list(range(1, 9)), "a hole, or a step twice"
     here.load_state(m.state(), str(tmp_path / "nowhere"))
     assert rows.last_step(here.rows.path) == 8
 

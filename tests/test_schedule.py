@@ -88,15 +88,11 @@ def test_a_resume_keeps_its_horizon_unless_a_setting_that_makes_it_has_changed()
     more, same = resumable("wsd", 200, max_hours=2.0)[0], s.as_dict()
     for now in (s, tiny_settings(**{**same, "lr": 1e-3})):
         assert resumed_horizon(now, 50, moved, same, branch=False) == (moved, None)
-    assert resumed_horizon(more, 50, moved, same, branch=False) == (moved, None), (
-        "the budget moves it by itself"
-    )
+    assert resumed_horizon(more, 50, moved, same, branch=False) == (moved, None), "the budget moves it"
     assert resumed_horizon(more, 60, moved, same, branch=False)[0] == old, "the old budget has ended the run"
     assert resumed_horizon(more, 200, old, same, branch=False) == (old, None), "nothing is left to do"
     other = tiny_settings(**{**same, "schedule": "cosine"})
-    assert resumed_horizon(other, 50, moved, same, branch=False)[0] == Horizon(50, 200), (
-        "another form begins anew"
-    )
+    assert resumed_horizon(other, 50, moved, same, branch=False)[0] == Horizon(50, 200), "begins anew"
 
 
 def test_rates_do_not_depend_on_history_and_survive_json():

@@ -12,6 +12,7 @@ import settings
 from settings import SettingsError, load_settings
 
 TARGET = "--target_tokens=200e9"
+CONFLICT = ["--total_steps=9000", TARGET]
 WSD = ["--schedule=wsd", "--total_steps=100", "--decay_frac=0.5"]
 
 
@@ -95,10 +96,7 @@ MISTAKES = [
     # it would never reach the peak
     ([*WSD, "--warmup_steps=51"], ["warmup_steps=51", "begins at step 50"]),
     # as with config/h200_8x.py, which sets target_tokens
-    (
-        ["--total_steps=9", TARGET],
-        ["total_steps=9 (command line", "target_tokens=2e+11", "--target_tokens=None"],
-    ),
+    (CONFLICT, ["total_steps=9000 (command line", "target_tokens=2e+11", "--target_tokens=None"]),
     (["--max_hours=0"], ["max_hours=0.0", "positive, or None"]),
     (["--lr=-1"], ["lr=-1.0", "not be negative"]),
     (["--micro_batch=7"], ["micro_batch=7", "sequences_per_step=384"]),

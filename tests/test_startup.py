@@ -43,10 +43,8 @@ def talk(rank, world):
     agree = exchange(rank, world)
     values = {"text": "ä" * rank, "list": [rank, None, 0.1 + rank]}
     long = agree.broadcast(list(range(50_000)) if rank == 0 else None)
-    return (
-        agree.gather(values), len(long), agree.broadcast(f"from {rank}"), agree.control([rank, 0, int(rank == 1)]),
-        agree.control([rank == 2], sums=[0.1 * (rank + 1), 1.0]),
-    )  # fmt: skip
+    word, flags = agree.broadcast(f"from {rank}"), agree.control([rank, 0, int(rank == 1)])
+    return agree.gather(values), len(long), word, flags, agree.control([rank == 2], [0.1 * (rank + 1), 1.0])
 
 
 def test_gather_broadcast_and_control_give_every_rank_the_same():
@@ -76,7 +74,8 @@ def test_verdict_raises_everywhere_and_names_the_rank():
 
 def differing(rank, world, odd, what):
     """One rank has another setting, another torchao, one byte more in one file, or one bit of one weight."""
-    agree, mine, read = exchange(rank, world), what if rank == odd else "", proof.importlib.metadata.version
+    agree, mine, metadata = exchange(rank, world), what if rank == odd else "", proof.importlib.metadata
+    read = metadata.version
 
     def longer(path, *args, **kwargs):
         file = open(path, *args, **kwargs)
@@ -87,9 +86,7 @@ def differing(rank, world, odd, what):
     proof.code.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         if mine == "version":
-            patch.setattr(
-                proof.importlib.metadata, "version", lambda p: "0.0.1" if p == "torchao" else read(p)
-            )
+            patch.setattr(metadata, "version", lambda p: "0.0.1" if p == "torchao" else read(p))
         elif mine == "code":
             patch.setattr(proof, "open", longer, raising=False)
         elif mine == "weights":
@@ -287,10 +284,8 @@ def test_on_a_gpu_a_rank_in_a_kernel_launch_is_not_the_culprit(file, line, cpu, 
 def test_environment_is_set_before_torch_and_the_users_values_win():
     startup.setup_environment(tiny_settings(debug=True, nccl_safe=True), environ := {"NCCL_DEBUG": "WARN"})
     want = dict(NCCL_DEBUG="WARN", CUDA_LAUNCH_BLOCKING="1", NCCL_P2P_DISABLE="1", NCCL_ALGO="Ring")
-    assert (
-        environ.items()
-        >= (want | dict(CUDA_DEVICE_ORDER="PCI_BUS_ID", TOKENIZERS_PARALLELISM="false")).items()
-    )
+    want |= dict(CUDA_DEVICE_ORDER="PCI_BUS_ID", TOKENIZERS_PARALLELISM="false")
+    assert environ.items() >= want.items()
     startup.setup_environment(tiny_settings(device="cpu"), slurm := {"CUDA_VISIBLE_DEVICES": "0"})
     assert slurm["CUDA_VISIBLE_DEVICES"] == "", "--device=cpu trained on the GPU that SLURM had given"
     assert slurm["OMP_WAIT_POLICY"] == "ACTIVE"
@@ -302,18 +297,17 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "wish, environ, threads",
-    [(None, {}, 6), (None, {"OMP_NUM_THREADS": "1"}, None), (None, {"OMP_NUM_THREADS": "3"}, None),
-     (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 6), (2, {"OMP_NUM_THREADS": "3"}, 2)],
-)  # fmt: skip
+ONE, RUN = {"OMP_NUM_THREADS": "1"}, {"TORCHELASTIC_RUN_ID": "x"}
+THREE = {"OMP_NUM_THREADS": "3"}
+WISHES = [(None, {}, 6), (None, ONE, None), (None, THREE, None), (None, ONE | RUN, 6), (2, THREE, 2)]
+
+
+@pytest.mark.parametrize("wish, environ, threads", WISHES)
 def test_threads_are_the_users_or_a_share_of_the_cores(monkeypatch, wish, environ, threads):
     """torchrun sets one thread where the user said nothing; one that the user set is one. None: left alone."""
     told = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
-    monkeypatch.setattr(
-        torch, "set_float32_matmul_precision", print
-    )  # it would be that of all other tests, too
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", print)  # else it is that of other tests, too
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12), raising=False)
     startup.set_arithmetic(tiny_settings(threads=wish), 2, environ)
     assert told == ([threads] if threads else [])
@@ -484,14 +478,9 @@ def somewhere(text: str, folder: str = "torch/distributed"):
 def test_only_a_lost_peer_makes_a_victim():
     """An error from inside a collective waits for the culprit; a rank's own error there, or elsewhere, does not."""
     closed = somewhere("[gloo/transport/tcp/pair.cc] Connection closed by peer")
-    assert all(
-        map(failures.is_peer_loss, (closed, dist.DistBackendError("NCCL error: unhandled system error")))
-    )
+    for error in (closed, dist.DistBackendError("NCCL error: unhandled system error")):
+        assert failures.is_peer_loss(error)
     own = NotImplementedError("not for gloo").with_traceback(somewhere("gloo").__traceback__)
-    for error in (
-        own,
-        ValueError("gloo"),
-        somewhere("expected a contiguous tensor"),
-        somewhere("connection refused", "nova"),
-    ):
+    refused, wrong = somewhere("connection refused", "nova"), somewhere("expected a contiguous tensor")
+    for error in (own, ValueError("gloo"), wrong, refused):
         assert not failures.is_peer_loss(error)
