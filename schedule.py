@@ -148,10 +148,14 @@ def context_length(step: int, settings) -> int:
     return max(n for n in contexts(settings) if n <= line)
 
 
+def save_minutes_suggested(cost_seconds: float, mtbf_hours: float = 24.0) -> float:
+    """Minutes between saves that lose least: sqrt(2 · cost · mean time between failures) (Young 1974)."""
+    return math.sqrt(2 * max(cost_seconds, 0.01) * mtbf_hours * 3600) / 60
+
+
 def save_advice(pause: float) -> str:
-    """A line about the setting save_minutes, after saves of which the longest held training up for `pause` seconds: those
-    lose least every sqrt(2 · cost · mean time between failures) (Young 1974)."""
-    minutes = math.sqrt(2 * max(pause, 0.01) * 24 * 3600) / 60
+    """A line about the setting save_minutes, after saves of which the longest held training up for `pause` seconds."""
+    minutes = save_minutes_suggested(pause)
     return f"a save held training up for {pause:.2f} s: save_minutes={minutes:.2g} loses least at a failure a day"
 
 

@@ -1,5 +1,6 @@
 """Start real runs as a user does (plain python, torchrun, two launchers, ranks by hand) and watch how they end."""
 
+import contextlib
 import json
 import os
 import signal
@@ -26,16 +27,11 @@ class Launch:
                 own = dict(RANK=r, LOCAL_RANK=r, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
                 self._start([sys.executable, *tail], MASTER_ADDR="127.0.0.1", **own)
         elif nodes:
-            shared = [
-                f"--nnodes={nodes}",
-                f"--nproc-per-node={ranks // nodes}",
-                "--rdzv-id=t",
-                "--rdzv-backend=c10d",
-            ]
-            shared.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+            shared = [f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}", "--rdzv-id=t", *extra]
+            shared += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
             for n in range(nodes):
                 host = f"--rdzv-conf=is_host={n == 0},last_call_timeout=1,join_timeout=60"
-                self._start([*TORCHRUN, *shared, f"--node-rank={n}", host, *extra, *tail])
+                self._start([*TORCHRUN, *shared, f"--node-rank={n}", host, *tail])
         elif ranks > 1:
             self._start([*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", *extra, *tail])
         else:
@@ -43,22 +39,23 @@ class Launch:
 
     def _start(self, command, **own):
         """In a clean environment, whatever the tests themselves run under."""
-        others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-        environ = {k: v for k, v in os.environ.items() if k not in others}
-        environ |= {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in own.items()}
+        theirs = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        }
+        environ = theirs | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in own.items()}
         with open(self.path(f"log.{len(self.processes)}"), "wb") as log:
-            popen = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
-        self.processes.append(popen)
+            how = dict(env=environ, stdout=log, stderr=log, start_new_session=True)
+            self.processes.append(subprocess.Popen(command, **how))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         for pid in [p.pid for p in self.processes] + list(self.pids().values()):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         for p in self.processes:
             p.wait(30)
 
@@ -66,11 +63,9 @@ class Launch:
         return os.path.join(self.out, name)
 
     def read(self, name: str) -> str:
-        try:
-            with open(self.path(name), errors="replace") as f:
-                return f.read()
-        except FileNotFoundError:
-            return ""
+        with contextlib.suppress(FileNotFoundError), open(self.path(name), errors="replace") as f:
+            return f.read()
+        return ""
 
     def status(self) -> dict:
         return json.loads(self.read("status.json"))
@@ -107,8 +102,6 @@ class Launch:
 
 def alive(pid: int) -> bool:
     """Is the process there, and not just waiting to be reaped?"""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as f:
+        return f.read().rpartition(")")[2].split()[0] not in "ZX"
+    return False

@@ -40,20 +40,18 @@ def test_a_checkpoint_made_before_goes_on_as_its_run_did(tmp_path):
     momentum, another rate or other rows make (1e-3)."""
     shutil.copytree(os.path.join(BEFORE, "data"), tmp_path / "data")
     shutil.copytree(os.path.join(BEFORE, "run", "checkpoints"), tmp_path / "run" / "checkpoints")
-    done = subprocess.run(
-        [sys.executable, os.path.join(ROOT, "train_nova.py"), *SETTINGS, "--resume=must"], cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = [sys.executable, os.path.join(ROOT, "train_nova.py"), *SETTINGS, "--resume=must"]
+    how = dict(env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, **how)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     want, got = steps(os.path.join(BEFORE, "metrics.jsonl")), steps(tmp_path / "run" / "metrics.jsonl")
     assert list(got) == list(range(1, 9))
     for step in range(1, 5):  # not trained again: the checkpoint's own rows
         assert got[step] == want[step]
     for step in range(5, 9):
-        for what in ("loss", "grad_norm"):
-            assert got[step][what] == pytest.approx(want[step][what], rel=1e-5), (step, what)
-        for what in ("muon_lr", "lr", "momentum", "ctx", "tokens"):
-            assert got[step][what] == want[step][what], (step, what)
+        for what in ("loss", "grad_norm", "muon_lr", "lr", "momentum", "ctx", "tokens"):
+            near = pytest.approx(want[step][what], rel=1e-5 if what in ("loss", "grad_norm") else 0, abs=0)
+            assert got[step][what] == near, (step, what)
 
 
 def test_an_export_made_before_answers_as_it_did():

@@ -1,12 +1,12 @@
 """The first step of a run is watched: a Muon that does not orthogonalise, a frozen parameter, a detached head stop it."""
 
+import itertools
 import math
 
 import pytest
 import reference
 import torch
-import torch.distributed as dist
-from conftest import tiny_settings
+from conftest import cpu_mesh, quiet, tiny_settings
 from test_startup import exchange, outcome
 from workers import Rank, run
 
@@ -15,19 +15,25 @@ import muon
 from launch import proof as proofs
 from track import Step, health
 
-TIMID = dict(muon_lr=1e-4, lr=1e-4)
-
 
 def build(world, **changes):
     """(settings, a tiny Nova under FSDP2, its optimizers)"""
-    settings, quiet = tiny_settings(**TIMID, **changes), lambda text: None
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-    net = model.build_model(settings, mesh, torch.device("cpu"), log=quiet)
+    settings = tiny_settings(muon_lr=1e-4, lr=1e-4, **changes)
+    net = model.build_model(settings, cpu_mesh(world), torch.device("cpu"), log=quiet)
     return settings, net, muon.build_optimizers(net, settings, log=quiet)
 
 
 def expected_blocks(settings) -> int:
     return (len(reference.block_matrices(settings)) + 2) * settings.n_layers  # q | k | v are three
+
+
+def backward(net, settings, rank, world):
+    """The summed loss of this rank's share of 8 rows. Ids above 99 are never seen."""
+    rows = torch.randint(0, 100, (8, settings.max_len + 1), generator=torch.Generator().manual_seed(1))
+    mine = rows.chunk(world)[rank]
+    loss, _ = net(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
+    (loss / (8 * settings.max_len / world)).backward()
+    return loss
 
 
 def first_step(rank, world, broken="", tied=True):
@@ -42,26 +48,16 @@ def first_step(rank, world, broken="", tied=True):
     if broken == "identity":
         muon.orthogonalize = lambda G, *a, **k: G / G.norm() * muon.update_scale(G.shape[-2:])
     elif broken == "half":  # one block of many is not orthogonalised
-        seen = []
-
-        def mostly(G, *args, **kwargs):
-            seen.append(1)
-            return kept[0](G, *args, **kwargs) if len(seen) != 3 else G * 0.1
-
-        muon.orthogonalize = mostly
+        calls = itertools.count(1)
+        muon.orthogonalize = lambda G, *a, **k: kept[0](G, *a, **k) if next(calls) != 3 else G * 0.1
     elif broken == "wrong side":  # semi-orthogonal, but of another matrix
         muon.orthogonalize = lambda G, *a, **k: kept[0](G.flip(-1), *a, **k)
     elif broken == "frozen":
         dict(named)["layers.1.ffn.up.weight"].requires_grad_(False)
     elif broken == "head":
         model.SoftcapCrossEntropy.apply = lambda x, w, *a: kept[1](x, w.detach(), *a)
-    generator = torch.Generator().manual_seed(1)
-    # ids above 99 are never seen
-    rows = torch.randint(0, 100, (8, settings.max_len + 1), generator=generator)
-    mine = rows.view(world, -1, settings.max_len + 1)[rank]
     try:
-        loss, _ = net(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
-        (loss / (8 * settings.max_len / world)).backward()
+        loss = backward(net, settings, rank, world)
         if broken == "nan" and rank == 1:
             named[3][1].grad.to_local()[0] = math.nan
         norm = muon.clip_grads(net, 1.0)
@@ -87,30 +83,25 @@ def test_a_healthy_first_step_is_proven(tied):
     assert [r[0][0] for r in results] == ["ok", "ok"], results
     text = "\n".join(results[0][1])
     blocks = expected_blocks(tiny_settings())
-    assert (
-        f"{blocks} blocks, {blocks} expected" in text
-        and "0 of" in text
-        and "band" in text
-        and "± 0.2" in text
-    )
+    assert all(words in text for words in (f"{blocks} blocks, {blocks} expected", "0 of", "band", "± 0.2"))
     assert results[1][1] == []
 
 
-@pytest.mark.parametrize(
-    "broken, words, tied",
-    [
-        ("identity", "not orthogonalised", True),
-        ("half", "not orthogonalised", True),
-        ("wrong side", "distance", True),
-        ("frozen", "layers.1.ffn.up.weight", True),
-        ("head", "embed.weight", True),
-        ("head", "lm_head.weight", False),
-        ("nan", "non-finite gradient", True),
-        ("lazy", "did not move: embed.weight", True),
-        ("skipped", "{} blocks, {} expected", True),
-        ("loss", "a fresh model starts at", True),
-    ],
-)
+BROKEN = [
+    ("identity", "not orthogonalised", True),
+    ("half", "not orthogonalised", True),
+    ("wrong side", "distance", True),
+    ("frozen", "layers.1.ffn.up.weight", True),
+    ("head", "embed.weight", True),
+    ("head", "lm_head.weight", False),
+    ("nan", "non-finite gradient", True),
+    ("lazy", "did not move: embed.weight", True),
+    ("skipped", "{} blocks, {} expected", True),
+    ("loss", "a fresh model starts at", True),
+]
+
+
+@pytest.mark.parametrize("broken, words, tied", BROKEN)
 def test_a_broken_first_step_stops_all_ranks(broken, words, tied):
     blocks = expected_blocks(tiny_settings())
     words = words.format(blocks - 1, blocks)
@@ -125,11 +116,9 @@ def resumed_before_a_bad_step(rank, world, folder):
     agree = exchange(rank, world)
     agree.first_step_done = lambda: None
     named, blocks, pending = net.named_parameters(), len(model.muon_blocks(settings)), []
-    watcher = health.Watcher(settings, agree, named, blocks, optimizers[0], lambda text: None, fresh=False)
-    ids = torch.randint(0, 257, (8, settings.max_len + 1), generator=torch.Generator().manual_seed(1))
+    watcher = health.Watcher(settings, agree, named, blocks, optimizers[0], quiet, fresh=False)
     for loss in (math.nan, 5.0):
-        total, _ = net(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-        (total / (8 * settings.max_len)).backward()
+        backward(net, settings, rank, world)
         norm = float(muon.clip_grads(net, 1.0))
         done = Step(6, loss, {}, norm, (1e-4, 1e-4, 0.95), settings.max_len, 512, {})
         watcher.before_update(done)
@@ -155,7 +144,7 @@ def test_equal_moves_up_and_down_are_seen_and_gradients_below_epsilon_excused():
         p.grad = gradient * torch.tensor([1.0, -1.0, 1.0, -1.0])
         agree = Rank()
         agree.control = lambda flags, sums: (flags, sums)
-        proof = proofs.FirstStepProof(agree, [("p", p)], blocks=0, log=lambda text: None)
+        proof = proofs.FirstStepProof(agree, [("p", p)], blocks=0, log=quiet)
         proof.before_update()
         with torch.no_grad():
             p.sub_(2.0**-10 * p.grad.sign() * moves)

@@ -15,29 +15,21 @@ from conftest import ROOT
 import settings
 
 TOP = {"train_nova", "model", "muon", "data", "settings", "schedule", "plan", "sample"}
-FLOORS = {
-    **dict.fromkeys(("settings", "schedule", "kernels", "hub"), 0),
-    **dict.fromkeys(("text", "model", "muon", "launch"), 1),
-    **dict.fromkeys(("track", "store", "data"), 2),
-    "plan": 3,
-    **dict.fromkeys(("sample", "share", "study", "bench"), 4),
-    "train_nova": 5,
-}
+FLOORS = """settings schedule kernels hub < text model muon launch < track store data
+< plan < sample share study bench < train_nova"""
+FLOORS = {name: floor for floor, names in enumerate(FLOORS.split("<")) for name in names.split()}
 ROOMS = [r for r in FLOORS if os.path.isdir(os.path.join(ROOT, r))]
 
 
 def product() -> dict[str, str]:
     """{path: source} of the files on top and of the rooms."""
-    paths = glob.glob("*.py", root_dir=ROOT) + glob.glob("*/*.py", root_dir=ROOT)
-    sources = {}
-    for path in sorted(paths):
-        if not path.startswith(("tests/", "config/", "out/")):
-            with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-                sources[path] = f.read()
-    return sources
+    paths = sorted(glob.glob("*.py", root_dir=ROOT) + glob.glob("*/*.py", root_dir=ROOT))
+    return {path: page(path) for path in paths if not path.startswith(("tests/", "config/", "out/"))}
 
 
-# --- imports ------------------------------------------------------------------------------------------------
+def page(path: str) -> str:
+    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+        return f.read()
 
 
 class House:
@@ -85,10 +77,9 @@ class House:
         top = name.split(".")[0]
         if name in self.rooms and name != own:
             bound = alias.asname or name
-            for use in ast.walk(self.trees[node]):
-                if isinstance(use, ast.Attribute) and getattr(use.value, "id", "") == bound:
-                    if use.attr not in self.faces[name]:
-                        self.complain(node, use, f"{name}.{use.attr} goes past the face of {name}")
+            for use in (u for u in ast.walk(self.trees[node]) if isinstance(u, ast.Attribute)):
+                if getattr(use.value, "id", "") == bound and use.attr not in self.faces[name]:
+                    self.complain(node, use, f"{name}.{use.attr} goes past the face of {name}")
         elif top in self.rooms:
             self.complain(node, statement, f"`import {name}` goes past the face of {top}")
         if top in self.nodes:
@@ -99,10 +90,9 @@ class House:
         inside = own in self.rooms
         if statement.level > 1 or (statement.level and not inside):
             return self.complain(node, statement, "a relative import that leaves its room")
-        if statement.level:
-            source = f"{own}.{statement.module}" if statement.module else own
-        else:
-            source = statement.module
+        source = ".".join(
+            ([own] if statement.level else []) + ([statement.module] if statement.module else [])
+        )
         top = source.split(".")[0]
         if top not in self.nodes and top not in self.rooms:
             return  # not ours
@@ -111,9 +101,8 @@ class House:
         if top in self.rooms and top != own:
             if source != top:
                 self.complain(node, statement, f"`from {source}` goes past the face of {top}")
-            for alias in statement.names:
-                if alias.name not in self.faces[top]:
-                    self.complain(node, statement, f"{alias.name} is no name of the face of {top}")
+            for name in {alias.name for alias in statement.names} - {*self.faces[top]}:
+                self.complain(node, statement, f"{name} is no name of the face of {top}")
         modules = [f"{source}.{alias.name}" for alias in statement.names]
         targets = {m if m in self.nodes else source for m in modules}
         for target in targets | ({source} if source == top != own else set()):
@@ -166,51 +155,32 @@ TOY = {
     "launch/agreement.py": "from . import proof",
     "launch/proof.py": "from kernels import sdpa",
 }
-BAD = {
-    "past a face": [
-        ("model.py", "from kernels.attention import sdpa", "past the face of kernels"),
-        ("plan.py", "def f():\n    import launch.proof", "past the face of launch"),
-        ("train_nova.py", "class A:\n    from launch.proof import *", "past the face of launch"),
-        ("model.py", "from kernels import blocks", "blocks is no name of the face of kernels"),
-        ("train_nova.py", "from launch import agreement as a", "agreement is no name of the face of launch"),
-        ("plan.py", "import kernels as k\nk.cpu.blocks()", "kernels.cpu goes past the face"),
-        ("launch/proof.py", "from ..kernels import sdpa", "leaves its room"),
-        ("launch/proof.py", "from launch.agreement import agree", "inside a room imports are relative"),
-    ],
-    "an arrow that runs up": [
-        ("schedule.py", "import plan", "schedule -> plan"),
-        ("kernels/cpu.py", "def f():\n    from settings import Settings", "kernels -> settings"),
-        ("model.py", "import muon", "model -> muon"),
-        ("launch/proof.py", "if True:\n    from plan import plan", "launch -> plan"),
-        (
-            "settings.py",
-            "try:\n    import train_nova\nexcept ImportError:\n    pass",
-            "settings -> train_nova",
-        ),
-        ("ninth.py", "import model", "ninth -> model"),
-    ],
-    "a circle": [
-        (
-            "kernels/cpu.py",
-            "from .attention import sdpa",
-            "kernels.attention -> kernels.cpu -> kernels.attention",
-        ),
-        (
-            "launch/proof.py",
-            "def f():\n    from . import agreement",
-            "circle: launch.",
-        ),
-        (
-            "kernels/cpu.py",
-            "from . import sdpa",
-            "circle: kernels -> kernels.attention -> kernels.cpu -> kernels",
-        ),
-        ("kernels/cpu.py", "import plan", "circle: "),
-    ],
-}
+CPU, PROOF = "kernels/cpu.py", "launch/proof.py"
+BAD = [  # past a face
+    ("model.py", "from kernels.attention import sdpa", "past the face of kernels"),
+    ("plan.py", "def f():\n    import launch.proof", "past the face of launch"),
+    ("train_nova.py", "class A:\n    from launch.proof import *", "past the face of launch"),
+    ("model.py", "from kernels import blocks", "blocks is no name of the face of kernels"),
+    ("train_nova.py", "from launch import agreement as a", "agreement is no name of the face of launch"),
+    ("plan.py", "import kernels as k\nk.cpu.blocks()", "kernels.cpu goes past the face"),
+    (PROOF, "from ..kernels import sdpa", "leaves its room"),
+    (PROOF, "from launch.agreement import agree", "inside a room imports are relative"),
+    # an arrow that runs up
+    ("schedule.py", "import plan", "schedule -> plan"),
+    (CPU, "def f():\n    from settings import Settings", "kernels -> settings"),
+    ("model.py", "import muon", "model -> muon"),
+    (PROOF, "if True:\n    from plan import plan", "launch -> plan"),
+    ("settings.py", "try:\n    import train_nova\nfinally:\n    pass", "settings -> train_nova"),
+    ("ninth.py", "import model", "ninth -> model"),
+    # a circle
+    (CPU, "from .attention import sdpa", "kernels.attention -> kernels.cpu -> kernels.attention"),
+    (PROOF, "def f():\n    from . import agreement", "circle: launch."),
+    (CPU, "from . import sdpa", "circle: kernels -> kernels.attention -> kernels.cpu -> kernels"),
+    (CPU, "import plan", "circle: "),
+]
 
 
-@pytest.mark.parametrize("path, line, words", [case for cases in BAD.values() for case in cases])
+@pytest.mark.parametrize("path, line, words", BAD)
 def test_a_bad_import_is_caught(path, line, words):
     assert House(TOY).problems == []
     problems = House({**TOY, path: f"{TOY.get(path, '')}\n{line}\n"}).problems
@@ -223,11 +193,9 @@ def test_a_face_says_what_its_room_is_for(room):
     house = nova()
     said = ast.get_docstring(house.trees[room])
     assert said and "invariant" in said and 5 <= len(said.splitlines()) <= 20
-    files = {f"{n.split('.')[1]}.py" for n in house.nodes if n.startswith(f"{room}.")} - {"__main__.py"}
-    assert not {f for f in files if f not in said}
-    bound = {n.name for n in ast.walk(house.trees[room]) if isinstance(n, ast.alias)} | {
-        f[:-3] for f in files
-    }
+    files = {n.split(".")[1] for n in house.nodes if n.startswith(f"{room}.")} - {"__main__"}
+    assert not {f for f in files if f"{f}.py" not in said}
+    bound = {n.name for n in ast.walk(house.trees[room]) if isinstance(n, ast.alias)} | files
     bound |= {n.name for n in house.trees[room].body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     assert set(house.faces[room]) <= bound
 
@@ -249,12 +217,10 @@ print(json.dumps(["torch" in sys.modules, changed], default=str))
 
 def look_at(folder, *names):
     """Import these in a fresh process in an empty folder. -> (is torch there, {name: what it changed})"""
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, *names], cwd=folder, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1 and not done.stderr, done.stdout + done.stderr  # and it says nothing
+    how = dict(cwd=folder, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", LOOK, *names], **how)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.count("\n") == 1, done.stdout  # and it says nothing
     return json.loads(done.stdout)
 
 
@@ -274,17 +240,7 @@ def test_first_lines_of_a_script_need_no_torch(tmp_path):
     assert look_at(tmp_path, "launch", "launch.entry", "settings") == [False, {}]
 
 
-# --- documents ----------------------------------------------------------------------------------------------
-
-PAGES = [
-    "README.md",
-    *sorted("docs/" + n for n in os.listdir(os.path.join(ROOT, "docs")) if n.endswith(".md")),
-]
-
-
-def page(path: str) -> str:
-    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-        return f.read()
+PAGES = ["README.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 
 
 def test_the_readme_is_a_first_visit():
@@ -318,10 +274,8 @@ def test_what_a_page_names_is_there(path):
     for name in re.findall(rf"(?<![\w/.<-])((?:{own})/[\w./*-]*\w|\w+\.(?:py|md))(?![\w/])", text):
         there = glob.glob(os.path.join(ROOT, name)) or glob.glob(os.path.join(here, name))
         assert there or name == "__init__.py", f"{name} is not there"
-    for module in re.findall(r"(?:python[\d.]*|\bbin/python) -m (\w+)", text):
-        assert module in ("venv", "pytest") or os.path.exists(os.path.join(ROOT, module, "__main__.py")), (
-            module
-        )
+    for module in {*re.findall(r"(?:python[\d.]*|\bbin/python) -m (\w+)", text)} - {"venv", "pytest"}:
+        assert os.path.exists(os.path.join(ROOT, module, "__main__.py")), module
 
 
 def test_the_table_of_settings_is_that_of_settings_py():

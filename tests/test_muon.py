@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from workers import run
 
-import muon as muon_module
+import muon
 from kernels.sharded import zeros_like
 from muon import KELLER_JORDAN, POLAR_EXPRESS, Muon, MuonError, clip_grads, local, orthogonalize, update_scale
 
@@ -26,9 +26,6 @@ D, FFN = 36, 50  # 50 rows on 4 ranks: 13, 13, 13, 11
 SPLITS = {None: None, "qkv": (36, 12, 12), "heads": (12,) * 5}
 WORLDS = [(1, None), (2, None), (4, None), (2, (2, 1)), (4, (2, 2))]
 LR, DECAY, MOMENTA = 1e-2, 0.1, (0.85, 0.9, 0.95)  # momentum warm-up is part of every comparison
-
-
-# --- orthogonalize -----------------------------------------------------------------------------------------------
 
 
 def with_spectrum(m: int, n: int, spectrum, seed=0):
@@ -86,9 +83,8 @@ def test_float64_equals_the_polynomial_on_singular_values():
 
 
 def test_batches_equal_single_matrices_and_zero_stays_zero():
-    g = torch.Generator().manual_seed(0)
     for shape in ((5, 24, 40), (5, 40, 24)):
-        G = torch.randn(shape, generator=g)
+        G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         G[2] = 0
         for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
             X = orthogonalize(G, dtype=dtype)
@@ -103,15 +99,12 @@ def test_half_products_change_nothing(shape, monkeypatch):
     """Large matrices compute half of each symmetric product, odd heights included; the result is the whole product's."""
     G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        monkeypatch.setattr(muon_module, "HALVES", 1 << 20)
+        monkeypatch.setattr(muon, "HALVES", 1 << 20)
         halves = orthogonalize(G, dtype=dtype)
-        monkeypatch.setattr(muon_module, "HALVES", 1 << 60)
+        monkeypatch.setattr(muon, "HALVES", 1 << 60)
         whole = orthogonalize(G, dtype=dtype)
         assert (halves - whole).abs().max() < bound
         assert halves.float().norm() / whole.float().norm() == pytest.approx(1, abs=1e-3)
-
-
-# --- sharded against float64 and against one process ----------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -119,9 +112,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv = nn.ModuleList(nn.Linear(D, 60, bias=False) for _ in range(3))
-        self.up = nn.ModuleList(nn.Linear(D, FFN, bias=False) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(FFN, D, bias=False) for _ in range(3))
+        for name, inside, outside in (("qkv", D, 60), ("up", D, FFN), ("down", FFN, D)):
+            self.add_module(name, nn.ModuleList(nn.Linear(inside, outside, bias=False) for _ in range(3)))
         self.gate = nn.Linear(D, 3, bias=False)
         self.unused = nn.Linear(D, D, bias=False)
 
@@ -197,18 +189,19 @@ def train(net, split, dtype, bucket):
     for t in range(3):
         optimizer.zero_grad()
         loss(net, t).backward()
-        muon_module.set_rates([optimizer], LR, 0.0, MOMENTA[t])
+        muon.set_rates([optimizer], LR, 0.0, MOMENTA[t])
         with collectives(counts):
             optimizer.step()
     return optimizer, counts
 
 
+fp32, bf16 = torch.float32, torch.bfloat16
+CASES = (None, fp32, 1500), ("qkv", fp32, 1 << 26), ("heads", fp32, 1500), ("qkv", bf16, 1500)
+
+
 def compare(rank, world, hsdp):
     start = weights(initial_net())
-    for split, dtype, bucket in (
-        (None, torch.float32, 1500), ("qkv", torch.float32, 1 << 26), ("heads", torch.float32, 1500),
-        ("qkv", torch.bfloat16, 1500),
-    ):  # fmt: skip
+    for split, dtype, bucket in CASES:
         want, one = float64_loop(split, 3), initial_net()
         train(one, split, dtype, 1 << 26)
         one = weights(one)
@@ -261,10 +254,6 @@ def test_sharded_equals_float64_and_one_process(world, hsdp):
     """Every rank sees the same batch, so that gradients are bitwise those of one process: then updates are as well. fp32
     rounding through five quintics that multiply small singular values by up to 8 each gives 2e-4 against float64."""
     run(compare, world, deadline=120, hsdp=hsdp)
-
-
-@pytest.mark.parametrize("world, hsdp", WORLDS[1:])
-def test_ranks_with_different_data(world, hsdp):
     assert all(run(different_data, world, deadline=120, hsdp=hsdp))
 
 
@@ -314,11 +303,9 @@ def test_ranks_without_rows_or_matrices():
 
 def host_rows(rank, world):
     """Where the state of a parameter lies whose rows are on the host and whose mesh is one of GPUs."""
-    rows = torch.ones(4, 3)
-    mesh = DeviceMesh("cuda", list(range(world)), _init_backend=False)
+    rows, mesh = torch.ones(4, 3), DeviceMesh("cuda", list(range(world)), _init_backend=False)
     meta = TensorMeta(torch.Size((4 * world, 3)), rows.stride(), rows.dtype)
-    spec = DTensorSpec(mesh, (Shard(0),), meta)
-    p = nn.Parameter(DTensor(rows, spec, requires_grad=False))
+    p = nn.Parameter(DTensor(rows, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False))
     zeros = zeros_like(p)
     return zeros.to_local().device.type, zeros.shape == p.shape and zeros.placements == p.placements
 
@@ -326,9 +313,6 @@ def host_rows(rank, world):
 def test_state_lies_where_the_rows_lie():
     """cpu_offload on a GPU: momentum on the mesh's device would meet gradients on the host, and the step would fail."""
     assert run(host_rows, 2) == [("cpu", True)] * 2
-
-
-# --- properties of one step ------------------------------------------------------------------------------------------
 
 
 def one_matrix(shape=(48, 80), dtype=torch.float32, **options):
@@ -390,9 +374,6 @@ def test_watch_sees_every_block_once_with_its_orthogonal_factor():
         assert 0.5 < torch.linalg.svdvals(X).median() < 1.2
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
-
-
 def refused(name, p, word, **options):
     with pytest.raises(MuonError, match=word) as caught:
         Muon([(name, p)], **options)
@@ -425,9 +406,6 @@ def foreign_parameters(rank, world):
 
 def test_fsdp1_and_foreign_placements_are_refused():
     run(foreign_parameters, 4, deadline=60)
-
-
-# --- clip ------------------------------------------------------------------------------------------------------------
 
 
 def clipped(rank, world, hsdp, max_norm, scale):
@@ -480,9 +458,6 @@ def asymmetric(rank, world, hsdp):
 def test_a_gradient_missing_on_one_rank_is_an_error_on_all(world, hsdp):
     """Muon's exchange would hang. And a NaN on one rank is a NaN norm on every rank."""
     assert all(math.isnan(norm) for norm in run(asymmetric, world, hsdp=hsdp))
-
-
-# --- mixed precision, float8 -----------------------------------------------------------------------------------------
 
 
 def float8_gathered(rank, world):

@@ -25,7 +25,7 @@ from store import Store
 
 
 def exchange(rank, world):
-    """The real exchange on the harness's gloo group, with a device for the checks."""
+    """The real exchange on the tests' gloo group."""
     agree = agreement.Exchange(rank, world)
     agree.device = torch.device("cpu")
     return agree
@@ -39,17 +39,12 @@ def outcome(body):
         return type(e).__name__, str(e), getattr(e, "rank", None)
 
 
-# --- values between ranks ------------------------------------------------------------------------------------------
-
-
 def talk(rank, world):
     agree = exchange(rank, world)
     values = {"text": "ä" * rank, "list": [rank, None, 0.1 + rank]}
     long = agree.broadcast(list(range(50_000)) if rank == 0 else None)
-    return (
-        agree.gather(values), len(long), agree.broadcast(f"from {rank}"), agree.control([rank, 0, int(rank == 1)]),
-        agree.control([rank == 2], sums=[0.1 * (rank + 1), 1.0]),
-    )  # fmt: skip
+    word, flags = agree.broadcast(f"from {rank}"), agree.control([rank, 0, int(rank == 1)])
+    return agree.gather(values), len(long), word, flags, agree.control([rank == 2], [0.1 * (rank + 1), 1.0])
 
 
 def test_gather_broadcast_and_control_give_every_rank_the_same():
@@ -71,62 +66,49 @@ def judge(rank, world, bad):
 
 def test_verdict_raises_everywhere_and_names_the_rank():
     assert run(judge, world=3, bad=[]) == [None] * 3
-    own, others = (
-        ("StartupError", "trouble on 1", 74, None),
-        "storage failed on rank 1: StartupError: trouble on 1",
-    )
-    assert run(judge, world=3, bad=[1]) == [("RankFailed", others, 74, 1), own, ("RankFailed", others, 74, 1)]
-    _, text, _, rank = run(judge, world=3, bad=[1, 2])[0]
-    assert rank == 1 and text == f"{others} (and 1 more ranks)"
-
-
-# --- equal on all ranks ----------------------------------------------------------------------------------------------
+    text = "storage failed on rank 1: StartupError: trouble on 1"
+    own, others = ("StartupError", "trouble on 1", 74, None), ("RankFailed", text, 74, 1)
+    assert run(judge, world=3, bad=[1]) == [others, own, others]
+    assert run(judge, world=3, bad=[1, 2])[0] == ("RankFailed", f"{text} (and 1 more ranks)", 74, 1)
 
 
 def differing(rank, world, odd, what):
     """One rank has another setting, another torchao, one byte more in one file, or one bit of one weight."""
-    agree, versions, mine = (
-        exchange(rank, world),
-        proof.importlib.metadata.version,
-        what if rank == odd else "",
-    )
+    agree, mine, metadata = exchange(rank, world), what if rank == odd else "", proof.importlib.metadata
+    read = metadata.version
 
     def longer(path, *args, **kwargs):
-        with open(path, *args, **kwargs) as f:
-            return (
-                io.BytesIO(f.read() + b"#") if str(path).endswith("muon.py") else open(path, *args, **kwargs)
-            )
+        file = open(path, *args, **kwargs)
+        return io.BytesIO(file.read() + b"#") if str(path).endswith("muon.py") else file
 
     torch.manual_seed(0)
     layer, settings = torch.nn.Linear(40, 30), tiny_settings(lr=1e-3 if mine == "settings" else 2e-3)
-    if mine == "version":
-        proof.importlib.metadata.version = lambda p: "0.0.1" if p == "torchao" else versions(p)
-    elif mine == "code":
-        proof.open = longer
-    elif mine == "weights":
-        layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit
     proof.code.cache_clear()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if mine == "version":
+            patch.setattr(metadata, "version", lambda p: "0.0.1" if p == "torchao" else read(p))
+        elif mine == "code":
+            patch.setattr(proof, "open", longer, raising=False)
+        elif mine == "weights":
+            layer.weight.data.view(torch.int32)[17, 5] ^= 1  # the last bit
         if what == "weights":
-            return outcome(
-                lambda: proof.check_equal(agree, what, proof.fingerprint(layer.named_parameters()))
-            )
-        return outcome(lambda: proof.check_versions(agree, settings, print))
-    finally:
-        proof.importlib.metadata.version = versions
-        proof.__dict__.pop("open", None)
-        proof.code.cache_clear()
+            prints = proof.fingerprint(layer.named_parameters())
+            result = outcome(lambda: proof.check_equal(agree, what, prints))
+        else:
+            result = outcome(lambda: proof.check_versions(agree, settings, print))
+    proof.code.cache_clear()
+    return result
 
 
-@pytest.mark.parametrize(
-    "what, words, same",
-    [
-        ("settings", ["the settings differ", "rank 1 has", '"lr": 0.001', "0.002"], "d_model"),
-        ("version", ["the environment differs", '"torchao": "0.0.1"'], "numpy"),
-        ("code", ["muon.py"], "numpy"),
-        ("weights", ['"weight"'], '"bias"'),
-    ],
-)
+DIFFERENCES = [
+    ("settings", ["the settings differ", "rank 1 has", '"lr": 0.001', "0.002"], "d_model"),
+    ("version", ["the environment differs", '"torchao": "0.0.1"'], "numpy"),
+    ("code", ["muon.py"], "numpy"),
+    ("weights", ['"weight"'], '"bias"'),
+]
+
+
+@pytest.mark.parametrize("what, words, same", DIFFERENCES)
 def test_the_one_rank_that_differs_is_named_with_what_differs(what, words, same):
     assert [r[0] for r in run(differing, world=3, odd=None, what=what)] == ["ok"] * 3
     for kind, text, blamed in run(differing, world=3, odd=1, what=what):
@@ -144,19 +126,13 @@ def test_fingerprints_see_one_bit_and_an_exchange():
     first = before = proof.fingerprint(layer.named_parameters())
     assert first["weight"] != first["bias"]
     pair, bits = layer.weight.data[3, 5:7], layer.bias.data.view(torch.int32)
-    for change, differ in (
-        (lambda: pair.copy_(pair.flip(0)), ["weight"]),
-        (lambda: pair.copy_(pair.flip(0)), ["weight"]),
-        (lambda: bits[:1].bitwise_xor_(1), ["bias"]),
-    ):
+    exchange = (lambda: pair.copy_(pair.flip(0))), ["weight"]
+    for change, differ in (exchange, exchange, (lambda: bits[:1].bitwise_xor_(1), ["bias"])):
         change()
         after = proof.fingerprint(layer.named_parameters())
         assert [n for n in after if after[n] != before[n]] == differ
         before = after
     assert after["weight"] == first["weight"], "exchanged and back"
-
-
-# --- devices -----------------------------------------------------------------------------------------------------------
 
 
 def device_check(rank, world, odd, what):
@@ -172,12 +148,10 @@ def device_check(rank, world, odd, what):
             product[7, 7] = product[7, 7] * 1.01
         return product
 
-    if rank == odd:
-        torch.Tensor.__matmul__ = wrong
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == odd:
+            patch.setattr(torch.Tensor, "__matmul__", wrong)
         return outcome(lambda: proof.check_device(exchange(rank, world), lines.append)), lines
-    finally:
-        torch.Tensor.__matmul__ = original
 
 
 @pytest.mark.parametrize("what, word", [("nan", "not finite"), ("wrong", "differs"), ("flaky", "each time")])
@@ -193,8 +167,6 @@ def test_healthy_devices_pass_and_report():
     assert [r[0][0] for r in results] == ["ok"] * 3
     assert "same bits on 3 ranks" in results[0][1][0] and "TFLOP/s" in results[0][1][0] and not results[1][1]
 
-
-# --- collectives ----------------------------------------------------------------------------------------------------------
 
 OPS = "all_gather_into_tensor reduce_scatter_tensor all_reduce broadcast all_to_all_single".split()
 
@@ -217,12 +189,10 @@ def collectives(rank, world, odd=None, op=OPS[0], how="element", split=False):
             out.zero_()
         return result
 
-    if rank == odd:
-        setattr(dist, op, corrupted)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == odd:
+            patch.setattr(dist, op, corrupted)
         return outcome(lambda: proof.check_collectives(agree, agree.device, groups, lines.append)), lines
-    finally:
-        setattr(dist, op, original)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -248,8 +218,6 @@ def test_healthy_collectives_report_their_rate_on_every_group():
     assert all(op in line for line in results[0][1] for op in OPS)
 
 
-# --- links, storage ---------------------------------------------------------------------------------------------------------
-
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
 GPU0\t X \tNV18\t{a}\tPIX\t0-47
@@ -260,13 +228,9 @@ NIC0\tPIX\tSYS\tSYS\t X \t
 
 
 def test_slow_links_are_found_and_named():
-    def all_peers(i, j):
-        return True
-
-    assert proof.slow_links(3, all_peers, TOPOLOGY.format(a="NV18")) == []
-    assert proof.slow_links(3, all_peers, None) == []
-    wrong = proof.slow_links(3, all_peers, TOPOLOGY.format(a="SYS"))
-    assert wrong == ["GPU 0 to GPU 2: SYS, not NVLink", "GPU 2 to GPU 0: SYS, not NVLink"]
+    wrong = ["GPU 0 to GPU 2: SYS, not NVLink", "GPU 2 to GPU 0: SYS, not NVLink"]
+    for table, slow in ((TOPOLOGY.format(a="NV18"), []), (None, []), (TOPOLOGY.format(a="SYS"), wrong)):
+        assert proof.slow_links(3, lambda i, j: True, table) == slow
     assert proof.slow_links(2, lambda i, j: i > j, None) == ["GPU 0 cannot access GPU 1"]
 
 
@@ -295,25 +259,20 @@ def test_storage_is_tried_before_it_is_needed(tmp_path):
         assert e.value.exit_code == 74
 
 
-# --- who is a victim ------------------------------------------------------------------------------------------------
+FRAMES = [  # (innermost file, line, does it wait for other ranks: on a CPU, on a GPU)
+    ("/site-packages/torch/distributed/distributed_c10d.py", "work.wait()", True, True),
+    ("/nova/muon.py", "total.tolist()", True, True),
+    ("/site-packages/torch/autograd/graph.py", "Variable._execution_engine.run_backward(", False, True),
+    ("/tmp/torchinductor_me/ab/cab.py", "triton_poi_fused_1.run(buf0)", False, True),
+    ("/nova/model.py", "return self.down(F.silu(self.gate(x)) * self.up(x))", False, True),
+    ("/nova/kernels/precision.py", "return x.to(torch.float8_e4m3fn)", False, True),
+    ("/nova/text/shards.py", "os.pread(self.file, n, at)", False, False),
+    ("/nova/train_nova.py", "time.sleep(1000)", False, False),
+    ("/nova/track/metrics.py", "f.writelines(rows)", False, False),
+]
 
-PACKAGE = "/site-packages/torch"
 
-
-@pytest.mark.parametrize(
-    "file, line, cpu, gpu",
-    [
-        (f"{PACKAGE}/distributed/distributed_c10d.py", "work.wait()", True, True),
-        ("/nova/muon.py", "total.tolist()", True, True),
-        (f"{PACKAGE}/autograd/graph.py", "return Variable._execution_engine.run_backward(", False, True),
-        ("/tmp/torchinductor_me/ab/cab.py", "triton_poi_fused_1.run(buf0)", False, True),
-        ("/nova/model.py", "return self.down(F.silu(self.gate(x)) * self.up(x))", False, True),
-        ("/nova/kernels/precision.py", "return x.to(torch.float8_e4m3fn)", False, True),
-        ("/nova/text/shards.py", "os.pread(self.file, n, at)", False, False),
-        ("/nova/train_nova.py", "time.sleep(1000)", False, False),
-        ("/nova/track/metrics.py", "f.writelines(rows)", False, False),
-    ],
-)
+@pytest.mark.parametrize("file, line, cpu, gpu", FRAMES)
 def test_on_a_gpu_a_rank_in_a_kernel_launch_is_not_the_culprit(file, line, cpu, gpu):
     """The device's queue is bounded: while a peer is missing, all ranks stand in a launch. Reading data is no launch."""
     below = traceback.FrameSummary("/nova/train_nova.py", 2, "g")
@@ -322,15 +281,11 @@ def test_on_a_gpu_a_rank_in_a_kernel_launch_is_not_the_culprit(file, line, cpu, 
     assert failures.in_collective(frames, gpu=True) == gpu
 
 
-# --- environment, status, signals -----------------------------------------------------------------------------------------
-
-
 def test_environment_is_set_before_torch_and_the_users_values_win():
-    environ = {"NCCL_DEBUG": "WARN"}
-    startup.setup_environment(tiny_settings(debug=True, nccl_safe=True), environ)
-    assert environ["NCCL_DEBUG"] == "WARN" and environ["CUDA_LAUNCH_BLOCKING"] == "1"
-    assert environ["NCCL_P2P_DISABLE"] == "1" and environ["NCCL_ALGO"] == "Ring"
-    assert environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and environ["TOKENIZERS_PARALLELISM"] == "false"
+    startup.setup_environment(tiny_settings(debug=True, nccl_safe=True), environ := {"NCCL_DEBUG": "WARN"})
+    want = dict(NCCL_DEBUG="WARN", CUDA_LAUNCH_BLOCKING="1", NCCL_P2P_DISABLE="1", NCCL_ALGO="Ring")
+    want |= dict(CUDA_DEVICE_ORDER="PCI_BUS_ID", TOKENIZERS_PARALLELISM="false")
+    assert environ.items() >= want.items()
     startup.setup_environment(tiny_settings(device="cpu"), slurm := {"CUDA_VISIBLE_DEVICES": "0"})
     assert slurm["CUDA_VISIBLE_DEVICES"] == "", "--device=cpu trained on the GPU that SLURM had given"
     assert slurm["OMP_WAIT_POLICY"] == "ACTIVE"
@@ -342,17 +297,17 @@ def test_environment_is_set_before_torch_and_the_users_values_win():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "wish, environ, threads",
-    [(None, {}, 6), (None, {"OMP_NUM_THREADS": "1"}, None), (None, {"OMP_NUM_THREADS": "3"}, None),
-     (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 6), (2, {"OMP_NUM_THREADS": "3"}, 2)],
-)  # fmt: skip
+ONE, RUN = {"OMP_NUM_THREADS": "1"}, {"TORCHELASTIC_RUN_ID": "x"}
+THREE = {"OMP_NUM_THREADS": "3"}
+WISHES = [(None, {}, 6), (None, ONE, None), (None, THREE, None), (None, ONE | RUN, 6), (2, THREE, 2)]
+
+
+@pytest.mark.parametrize("wish, environ, threads", WISHES)
 def test_threads_are_the_users_or_a_share_of_the_cores(monkeypatch, wish, environ, threads):
     """torchrun sets one thread where the user said nothing; one that the user set is one. None: left alone."""
     told = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
-    # of all other tests, too
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", print)  # else it is that of other tests, too
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12), raising=False)
     startup.set_arithmetic(tiny_settings(threads=wish), 2, environ)
     assert told == ([threads] if threads else [])
@@ -367,11 +322,9 @@ def test_start_is_refused_where_it_cannot_go_well(tmp_path):
         startup.init(settings, {"RANK": "1", "WORLD_SIZE": "2"})
 
 
-@pytest.mark.parametrize(
-    "words, seconds",
-    [(["--shutdown-timeout=77"], "77.0"), (["--shutdown_timeout", "5"], "5.0"), ([], "30.0")],
-)
-def test_the_launchers_grace_is_read_from_its_command_line(words, seconds):
+@pytest.mark.parametrize("words", ["--shutdown-timeout=77 77.0", "--shutdown_timeout 5 5.0", "30.0"])
+def test_the_launchers_grace_is_read_from_its_command_line(words):
+    *words, seconds = words.split()
     ask = "from launch import startup; print(startup.grace_seconds({'TORCHELASTIC_RUN_ID': 'x'}), startup.grace_seconds({}))"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
     done = subprocess.run([sys.executable, "-c", launcher, *words], cwd=ROOT, capture_output=True, text=True)
@@ -394,8 +347,7 @@ def test_restarts_without_progress_end(tmp_path):
     assert ends("io", saved=20) and ends("running", saved=30), "started by hand: counted from the beginning"
     for status in ("done", "stopped", "failed", "settings", "data", "interrupted"):
         assert not ends(status, saved=50)
-        with open(tmp_path / "status.json") as f:
-            assert json.load(f)["status"] == status  # and the last word stays readable
+        assert json.loads((tmp_path / "status.json").read_text())["status"] == status  # the last word stays
 
 
 def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the_main_thread():
@@ -403,13 +355,10 @@ def test_signals_only_set_a_flag_and_the_second_interrupt_is_counted_without_the
     try:
         stop = board.StopSignals(says=False)
         assert stop.name is None and not stop.insisted()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert stop.name == "SIGUSR1" and not stop.insisted(), "the first name stays"
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert stop.insisted()
+        for number, insisted in ((signal.SIGUSR1, False), (signal.SIGINT, False), (signal.SIGINT, True)):
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            assert stop.name == "SIGUSR1" and stop.insisted() == insisted, "the first name stays"
     finally:
         signal.set_wakeup_fd(-1)
         for number, handler in kept.items():
@@ -425,17 +374,14 @@ def bare(rank=0, world=1, environ=None, store=None):
     return stages, board.Watchdog(its, signals, ends.append), ends
 
 
-@pytest.mark.parametrize(
-    "environ, codes", [({"TORCHELASTIC_RUN_ID": ""}, [0, 0, 64, 71]), ({}, [0, 3, 64, 71])]
-)
-def test_an_agreed_stop_is_no_failure_to_torchrun(tmp_path, monkeypatch, environ, codes):
+def test_an_agreed_stop_is_no_failure_to_torchrun(tmp_path, monkeypatch):
     """It would turn 3 into a failure of the job; everything else is one."""
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    ending = board.Ending(bare(environ=environ)[0].board, str(tmp_path), print)
-    for code in (0, 3, 64, 71):
-        ending.exit(code)
-    assert ended == codes
+    for environ in ({"TORCHELASTIC_RUN_ID": ""}, {}):
+        for code in (0, 3, 64, 71):
+            board.Ending(bare(environ=environ)[0].board, str(tmp_path), print).exit(code)
+    assert ended == [0, 0, 64, 71] + [0, 3, 64, 71]
 
 
 def test_errors_are_described_for_a_person():
@@ -451,17 +397,16 @@ def test_errors_are_described_for_a_person():
 def test_the_first_failure_is_the_failure():
     """Two ranks fail: whoever comes second reports the first, with its exit code, and a stop does not hide it."""
     store = dist.HashStore()
-    stages = [bare(rank, 2, store=store)[0] for rank in (0, 1)]
-    for rank, its in enumerate(stages):
-        its.tick(f"step {rank}", 60)
-    first = stages[1].board.record("out of memory", 70)
-    assert stages[0].board.record("SIGTERM", 3) == first == stages[1].board.record("again", 65)
-    assert (first["rank"], first["code"], first["stage"]) == (1, 70, "step 1")
-    assert first["host"] == socket.gethostname()
-    stages[0].tick("step 2", 60)  # it has not looked yet
-    assert stages[0].board.known() and "rank 1" in stages[0].board.sentence(first)
+    second, first = (bare(rank, 2, store=store)[0] for rank in (0, 1))
+    second.tick("step 0", 60)
+    first.tick("step 1", 60)
+    failure = first.board.record("out of memory", 70)
+    assert second.board.record("SIGTERM", 3) == failure == first.board.record("again", 65)
+    assert failure.items() >= dict(rank=1, code=70, stage="step 1", host=socket.gethostname()).items()
+    second.tick("step 2", 60)  # it has not looked yet
+    assert second.board.known() and "rank 1" in second.board.sentence(failure)
     with pytest.raises(failures.RankFailed, match="out of memory") as e:
-        stages[0].tick("step 3", 60)
+        second.tick("step 3", 60)
     assert e.value.exit_code == 70 and e.value.rank == 1
 
 
@@ -481,6 +426,20 @@ def test_a_deadline_moves_with_a_transfer_that_goes_on(capfd):
     assert "deadline passed" in ends[0]["why"] and ends[0]["rank"] == 0
 
 
+def test_a_rank_that_waits_for_others_speaks_after_the_culprit(monkeypatch, capfd):
+    """The main thread is inside a collective: it is heard only when the culprit's own deadline, and its silence, would
+    have shown by now; and then it names nobody."""
+    stages, dog, ends = bare()
+    stages.tick("step 5", 60)
+    last = dog.board.task[1] + dog.board.lost + watchdog.NEIGHBOURS
+    monkeypatch.setattr(watchdog, "whereabouts", lambda gpu: (True, "muon.py line 5: work.wait()"))
+    dog.check_deadline(last - 0.1)
+    assert not ends, "the victim spoke before the culprit"
+    dog.check_deadline(last)
+    assert ends[0]["rank"] == failures.NOBODY and ends[0]["stage"] == "step 5"
+    assert "still waiting for other ranks after the deadline, at muon.py line 5" in ends[0]["why"]
+
+
 def test_a_full_disk_costs_the_status_and_not_the_run(tmp_path):
     (tmp_path / "file").touch()
     lines = []
@@ -490,8 +449,7 @@ def test_a_full_disk_costs_the_status_and_not_the_run(tmp_path):
 
 
 def limits(rank, world, folder):
-    saver = Store(folder, Ranks(rank, world)).saver.group
-    made = dist.new_group(backend="gloo")
+    saver, made = Store(folder, Ranks(rank, world)).saver.group, dist.new_group(backend="gloo")
     agree = object.__new__(startup.Agreement)
     agree.device = torch.device("cpu")
 
@@ -512,20 +470,17 @@ def test_collectives_get_the_steps_limit_and_the_saver_keeps_its_own(tmp_path):
 
 def somewhere(text: str, folder: str = "torch/distributed"):
     """A RuntimeError whose innermost frame lies in `folder`."""
-    code = compile(f"def fail():\n    raise RuntimeError({text!r})", f"/site-packages/{folder}/x.py", "exec")
-    names = {}
-    exec(code, names)
     with pytest.raises(RuntimeError) as e:
-        names["fail"]()
+        exec(compile(f"raise RuntimeError({text!r})", f"/site-packages/{folder}/x.py", "exec"))
     return e.value
 
 
 def test_only_a_lost_peer_makes_a_victim():
     """An error from inside a collective waits for the culprit; a rank's own error there, or elsewhere, does not."""
-    assert failures.is_peer_loss(somewhere("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
-    assert failures.is_peer_loss(dist.DistBackendError("NCCL error: unhandled system error"))
-    assert not failures.is_peer_loss(somewhere("expected a contiguous tensor"))
-    assert not failures.is_peer_loss(somewhere("connection refused", "nova"))
-    assert not failures.is_peer_loss(ValueError("gloo"))
+    closed = somewhere("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    for error in (closed, dist.DistBackendError("NCCL error: unhandled system error")):
+        assert failures.is_peer_loss(error)
     own = NotImplementedError("not for gloo").with_traceback(somewhere("gloo").__traceback__)
-    assert not failures.is_peer_loss(own)
+    refused, wrong = somewhere("connection refused", "nova"), somewhere("expected a contiguous tensor")
+    for error in (own, ValueError("gloo"), wrong, refused):
+        assert not failures.is_peer_loss(error)

@@ -67,21 +67,14 @@ if "lost" in OPTIONS:
 
 
 def main():
-    settings = load_settings(
-        [f"--out_dir={OUT}", f"--stage_timeout={OPTIONS['stage']}", f"--step_timeout={OPTIONS['step']}"]
-        + ["--hub_patience=0", "--init_timeout=60"]
-    )
+    limits = [f"--stage_timeout={OPTIONS['stage']}", f"--step_timeout={OPTIONS['step']}", "--init_timeout=60"]
+    settings = load_settings([f"--out_dir={OUT}", "--hub_patience=0", *limits])
     startup.setup_environment(settings)
     import torch
     import torch.distributed as dist
 
     original = dist.init_process_group
-
-    def init_process_group(*args, **kwargs):
-        hurt("init")
-        return original(*args, **kwargs)
-
-    dist.init_process_group = init_process_group
+    dist.init_process_group = lambda *args, **kwargs: hurt("init") or original(*args, **kwargs)
     agree = startup.init(settings)
     steps, saves, begin = int(OPTIONS["steps"]), int(OPTIONS["saves"]), 0
     with agree.stage("load"):

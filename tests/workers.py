@@ -1,16 +1,11 @@
 """Real gloo processes for tests: one pool per world size, kept for the whole run, a deadline on every call.
 
-    def scenario(rank, world, x):            # a module-level function of the test file
-        ...                                   # runs in every process, inside an initialised gloo group
-        return something picklable
-
-    results = run(scenario, world=2, x=1)     # [result of rank 0, result of rank 1]
-
-A failing or hanging rank fails the call with the traceback of every rank; its pool is killed (only the harness's own
-children) and a new one is started for the next call. Importing torch costs seconds, so pools are reused.
+A failing or hanging rank fails the call with the traceback of every rank; its pool is killed, and a new one is started
+for the next call. Importing torch costs seconds, so pools are reused.
 """
 
 import atexit
+import datetime
 import faulthandler
 import multiprocessing
 import os
@@ -40,12 +35,8 @@ def _serve(connection, rank, world, port):
     """Body of one worker: join the group, then run what is asked until the connection closes."""
     sys.path[:0] = [p for p in (TESTS, ROOT) if p not in sys.path]
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    import datetime
-
+    its = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
+    os.environ.update({name: str(value) for name, value in its.items()}, MASTER_ADDR="127.0.0.1")
     import torch
     import torch.distributed as dist
 
@@ -92,17 +83,14 @@ class Pool:
                         answers[rank] = ("error", f"exit code {self.processes[rank].exitcode}")
                     if answers[rank][0] == "error":
                         end = min(end, time.monotonic() + 5)
-        if all(a is not None and a[0] != "error" for a in answers):
+        if all(a and a[0] != "error" for a in answers):
             return [a[1] for a in answers]
         for rank, answer in enumerate(answers):
             if answer is None:
                 os.kill(self.processes[rank].pid, signal.SIGUSR2)  # its stack, to stderr
         time.sleep(0.3)
-        report = "\n".join(
-            f"--- rank {r}: "
-            + ("no answer (stack on stderr)" if a is None else "ok" if a[0] != "error" else a[1])
-            for r, a in enumerate(answers)
-        )
+        said = [a or ("error", "no answer (stack on stderr)") for a in answers]
+        report = "\n".join(f"--- rank {r}: {a[1] if a[0] == 'error' else 'ok'}" for r, a in enumerate(said))
         self.close()
         raise WorkerError(f"world {self.world}, deadline {deadline:.0f} s\n{report}")
 
@@ -118,7 +106,7 @@ class Pool:
 
 
 def run(function, world: int, deadline: float = 60, **kwargs) -> list:
-    """Run `function(rank, world, **kwargs)` on every rank; the list of results by rank."""
+    """Run `function(rank, world, **kwargs)`, of a module's level, on every rank; the list of results by rank."""
     pool = POOLS.get(world) or POOLS.setdefault(world, Pool(world))
     for connection in pool.connections:
         connection.send((function, kwargs))
