@@ -1,7 +1,6 @@
 """What outlives a process: checkpoints, exports, and their way to the Hub.
 
-    store.py     Store: open, load, save, poll, export, publish, close
-    opening.py   what a run goes on from
+    store.py     Store: load, save, poll, export, publish, close; open_store: what a run goes on from
     sealed.py    the format on the disk: safetensors, JSON, a manifest with every hash
     folder.py    a run's folder: its lock, whose it is, what stays in it
     saver.py     one save in flight
@@ -15,9 +14,8 @@ does its service is; there is no pickle anywhere.
 
 from .export import read_export, read_model
 from .folder import check_shared_folder
-from .opening import Saved, open_store
 from .sealed import CheckpointError, read_state, verify
-from .store import Store
+from .store import Saved, Store, open_store
 
 __all__ = [
     "CheckpointError", "Saved", "Store", "check_shared_folder", "open_store", "read_export", "read_model", "read_state",

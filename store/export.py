@@ -9,22 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from .sealed import (
-    DTYPES,
-    FORMAT,
-    NAME,
-    CheckpointError,
-    describe,
-    files_below,
-    read_state,
-    saved_tensors,
-    seal,
-    sync,
-    to_json,
-    verify,
-    write_tensors,
-    write_text,
-)
+from . import sealed
+from .sealed import CheckpointError, describe, read_state, verify, write_text
 
 FILE_BYTES = 5 * 10**9  # an export larger than this is split, as Hub repos usually are
 
@@ -48,10 +34,8 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = FI
     """Write model.safetensors (or several and an index) and config.json, whole tensors in the order of their names:
     the same bytes from any number of ranks. Called by all ranks; an earlier export is replaced when this is complete."""
     temporary, files = folder + ".tmp", in_files(tensors, file_bytes)
-    text, entries = (
-        to_json(config, "config"),
-        {},
-    )  # hashed as written: reading 30 GB again would keep all ranks waiting
+    text = sealed.to_json(config, "config")
+    entries = {}  # hashed as written: reading 30 GB again would keep all ranks waiting
 
     def begin():
         shutil.rmtree(temporary, ignore_errors=True)
@@ -62,17 +46,17 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = FI
         if len(files) > 1:
             total = sum(entry["size"] for entry in entries.values())
             where = {name: file for file, names in files.items() for name in names}
-            index = to_json({"metadata": {"total_size": total}, "weight_map": where}, "index")
+            index = sealed.to_json({"metadata": {"total_size": total}, "weight_map": where}, "index")
             write_text(os.path.join(temporary, "model.safetensors.index.json"), index)
-        for name in files_below(temporary) - set(entries):
+        for name in sealed.files_below(temporary) - set(entries):
             entries.update(describe(temporary, name))
-        manifest = {"format": FORMAT, "kind": "export", "files": dict(sorted(entries.items()))}
-        write_text(os.path.join(temporary, "manifest.json"), seal(manifest))
+        manifest = {"format": sealed.FORMAT, "kind": "export", "files": dict(sorted(entries.items()))}
+        write_text(os.path.join(temporary, "manifest.json"), sealed.seal(manifest))
         shutil.rmtree(folder + ".old", ignore_errors=True)
         if os.path.exists(folder):
             os.rename(folder, folder + ".old")
         os.rename(temporary, folder)
-        sync(os.path.dirname(folder))
+        sealed.sync(os.path.dirname(folder))
         shutil.rmtree(folder + ".old", ignore_errors=True)
 
     def on_rank_0(part):
@@ -94,7 +78,9 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = FI
             if agree.rank == 0:
                 whole[name] = value.to("cpu").contiguous()
         path = os.path.join(temporary, file)
-        on_rank_0(lambda f=file, p=path, w=whole: entries.update({f: write_tensors(p, w, {"format": "pt"})}))
+        on_rank_0(
+            lambda f=file, p=path, w=whole: entries.update({f: sealed.write_tensors(p, w, {"format": "pt"})})
+        )
     on_rank_0(finish)
 
 
@@ -117,7 +103,10 @@ def newest_below(path: str) -> str:
         return path
     folders = [f for f in (os.path.join(path, "checkpoints"), path) if os.path.isdir(f)]
     names = [
-        (int(m[3]), os.path.join(f, n)) for f in folders for n in os.listdir(f) if (m := NAME.fullmatch(n))
+        (int(m[3]), os.path.join(f, n))
+        for f in folders
+        for n in os.listdir(f)
+        if (m := sealed.NAME.fullmatch(n))
     ]
     for _, candidate in sorted(names, reverse=True):
         try:
@@ -133,9 +122,9 @@ def read_model(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     path = newest_below(path)
     config = read_state(path)["config"]
     tensors, chunks = {}, {}
-    for key, (dtype, shape, pieces) in saved_tensors(os.path.join(path, "tensors")).items():
+    for key, (dtype, shape, pieces) in sealed.saved_tensors(os.path.join(path, "tensors")).items():
         if key.startswith("model."):
-            tensors[key] = torch.empty(shape, dtype=DTYPES[dtype])
+            tensors[key] = torch.empty(shape, dtype=sealed.DTYPES[dtype])
             for piece in pieces:
                 chunks.setdefault(piece.file, []).append((key, piece))
     for file, pieces in chunks.items():

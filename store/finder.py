@@ -15,15 +15,18 @@ from .uploads import patiently
 class Finder:
     """Looks for the newest checkpoint of a Folder's run. `hub` is rank 0's OnHub, where there is one."""
 
-    def __init__(self, folder, agree, hub, published: bool, log):
-        self.folder, self.agree, self.hub, self.published, self.log = folder, agree, hub, published, log
+    def __init__(self, folder, agree, hub, published: bool, resume: str, log):
+        self.folder, self.agree, self.hub, self.published = folder, agree, hub, published
+        self.resume, self.log = resume, log
         self.damaged: list[str] = []
         self.silent = ""  # why the Hub could not be asked
+        self.proven: str | None = None  # the checkpoint here whose hashes all ranks have compared
 
-    def newest(self, resume: str) -> tuple[str | None, list[str]]:
+    def newest(self) -> tuple[str | None, list[str]]:
         """(the folder of the newest complete and intact checkpoint of this run, the same on all ranks, or None where there
         is none at all; names of what was here, if it is one of those). CheckpointError where all are damaged."""
-        if resume == "never":
+        self.proven = None
+        if self.resume == "never":
             return None, []
         self.damaged, self.silent, there, ahead = [], "", [], []
         here = self.agree.broadcast(by_serial(os.listdir(self.folder.path)) if self.agree.rank == 0 else [])
@@ -41,11 +44,12 @@ class Finder:
             if self.silent:
                 why = f"the Hub could not be asked for a newer one: {self.silent}"
                 self.log(f"going on with what is here: {why}")
+            self.proven = path if local else None
             return path, here if local else []  # else what is here was overtaken
-        self._none(resume)
+        self._none()
         return None, []
 
-    def _none(self, resume: str):
+    def _none(self):
         """There is no usable checkpoint: an error, unless there never was one."""
         folder, run = self.folder, self.folder.run_id
         if self.silent:
@@ -57,7 +61,7 @@ class Finder:
                 f"run {run} has checkpoints, but none is usable: {', '.join(damaged)}. Nothing was started over. "
                 "Restore one of them, or begin a new run with --resume=never (these files stay)"
             )
-        if resume == "must":
+        if self.resume == "must":
             raise CheckpointError(f"--resume=must: run {run} has no checkpoint in {folder.path}")
 
     def _usable(self, path: str) -> bool:
@@ -115,32 +119,31 @@ class Finder:
             cure = "The same command tries again; --publish=False goes on with what is here"
             raise CheckpointError(f"{text}, and could not be downloaded: {e}. {cure}") from None
 
-
-def load(path: str, shared: dict, own: dict, agree, group, verified: bool) -> tuple[dict, dict, bool]:
-    """(manifest, state, whether `own` was filled): see Store.load. `verified`: its hashes are known to fit."""
-    problem, mine = None, {}
-    try:
-        manifest = read_manifest(path) if verified else verify(path, agree.rank, agree.world)
-        state = read_state(path)
-        compare(saved_tensors(os.path.join(path, "tensors")), shared, path)
-        file = os.path.join(path, f"own/rank-{agree.rank:05d}.safetensors")
-        fits = manifest["world"] == agree.world and manifest["layout"] == layout_of(shared)
-        if fits and os.path.exists(file):
-            mine = load_file(file)
-    except CheckpointError as e:
-        problem = e
-    except (OSError, ValueError, KeyError) as e:
-        problem = CheckpointError(f"{path}: {type(e).__name__}: {e}")
-    agree.verdict(problem, "load")
-    try:
-        reader = HuggingFaceStorageReader(os.path.join(path, "tensors"))
-        dcp.load({k: v.detach() for k, v in shared.items()}, storage_reader=reader, process_group=group)
-    except CheckpointException as e:
-        problem = CheckpointError(f"{path} could not be read: {e.failures}")
-    agree.verdict(problem, "load")
-    form, saved = ({k: (v.dtype, v.shape) for k, v in part.items()} for part in (own, mine))
-    fits = all(agree.gather(bool(fits and form == saved)))
-    if fits:
-        for key, tensor in own.items():
-            tensor.detach().copy_(mine[key])
-    return manifest, state, fits
+    def load(self, path: str, shared: dict, own: dict, group) -> tuple[dict, dict, bool]:
+        """(manifest, state, whether `own` was filled): see Store.load."""
+        agree, problem, mine = self.agree, None, {}
+        try:
+            manifest = read_manifest(path) if path == self.proven else verify(path, agree.rank, agree.world)
+            state = read_state(path)
+            compare(saved_tensors(os.path.join(path, "tensors")), shared, path)
+            file = os.path.join(path, f"own/rank-{agree.rank:05d}.safetensors")
+            fits = manifest["world"] == agree.world and manifest["layout"] == layout_of(shared)
+            if fits and os.path.exists(file):
+                mine = load_file(file)
+        except CheckpointError as e:
+            problem = e
+        except (OSError, ValueError, KeyError) as e:
+            problem = CheckpointError(f"{path}: {type(e).__name__}: {e}")
+        agree.verdict(problem, "load")
+        try:
+            reader = HuggingFaceStorageReader(os.path.join(path, "tensors"))
+            dcp.load({k: v.detach() for k, v in shared.items()}, storage_reader=reader, process_group=group)
+        except CheckpointException as e:
+            problem = CheckpointError(f"{path} could not be read: {e.failures}")
+        agree.verdict(problem, "load")
+        form, saved = ({k: (v.dtype, v.shape) for k, v in part.items()} for part in (own, mine))
+        fits = all(agree.gather(bool(fits and form == saved)))
+        if fits:
+            for key, tensor in own.items():
+                tensor.detach().copy_(mine[key])
+        return manifest, state, fits

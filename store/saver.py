@@ -18,27 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from launch import agreement
 
+from . import sealed
 from .folder import ROTATED
-from .sealed import (
-    DTYPES,
-    FORMAT,
-    CheckpointError,
-    Writer,
-    describe,
-    files_below,
-    layout_of,
-    seal,
-    sync,
-    to_json,
-    write_tensors,
-    write_text,
-)
+from .sealed import CheckpointError, write_tensors
 
 KINDS = (*ROTATED, "final")
 NO_SPACE = re.compile(rf"Errno ({errno.ENOSPC}|{errno.EDQUOT})\b")  # in the words of whichever rank met it
-PATIENCE = datetime.timedelta(
-    hours=2
-)  # a slow disk keeps the others waiting here, in threads that hold up nothing
+# a slow disk keeps the others waiting here, in threads that hold up nothing
+PATIENCE = datetime.timedelta(hours=2)
 
 
 @dataclass
@@ -61,7 +48,7 @@ def check(kind: str, shared: dict, own: dict):
     for key, value in [*shared.items(), *own.items()]:
         if not isinstance(value, torch.Tensor):  # DCP would write a number in silence, and not load it
             raise CheckpointError(f"{key} is {type(value).__name__}, not a tensor: put it into `state`")
-        if value.is_meta or value.is_sparse or value.dtype not in DTYPES.values():
+        if value.is_meta or value.is_sparse or value.dtype not in sealed.DTYPES.values():
             raise CheckpointError(f"{key}: a {value.dtype} tensor on {value.device} can't be saved")
     if wrong := sorted(k for k, v in own.items() if isinstance(v, DTensor)):
         raise CheckpointError(f"`own` holds DTensors: {wrong}: they belong into `shared`")
@@ -84,7 +71,7 @@ class Saver:
         problem, text = None, ""
         try:
             check(kind, shared, own)
-            text = to_json(state, "state")
+            text = sealed.to_json(state, "state")
         except CheckpointError as e:
             problem = e
         self.agree.verdict(problem, "save")
@@ -93,7 +80,7 @@ class Saver:
             raise CheckpointError("ranks disagree about a save's step, kind or keys; a bug of the caller")
         self.folder.serial = self.agree.broadcast(self.folder.serial + 1)
         flight = Flight(step, kind, f"step-{step:08d}-{kind}-{self.folder.serial:04d}")
-        layout = layout_of(shared)
+        layout = sealed.layout_of(shared)
         shared = {k: self._copy(("shared", k), v) for k, v in shared.items()}
         own = {k: self._copy(("own", k), v) for k, v in own.items()}
         if torch.cuda.is_available():
@@ -168,7 +155,7 @@ class Saver:
 
         def finish() -> int:
             manifest = {
-                "format": FORMAT, "run_id": folder.run_id, "step": flight.step, "kind": flight.kind,
+                "format": sealed.FORMAT, "run_id": folder.run_id, "step": flight.step, "kind": flight.kind,
                 "name": flight.name, "parent": self.parent, "world": self.agree.world, "layout": layout,
                 "created": time.strftime("%FT%TZ", time.gmtime()), "files": {k: v for e in entries for k, v in e.items()},
             }  # fmt: skip
@@ -177,7 +164,7 @@ class Saver:
 
         try:
             self._together(prepare, only_rank_0=True)
-            writer = Writer(temporary, rank)
+            writer = sealed.Writer(temporary, rank)
             dcp.save(shared, storage_writer=writer, process_group=self.group)
             entries = self._together(write_own)
             size = self._together(finish, only_rank_0=True)[0]
@@ -210,16 +197,16 @@ class Saver:
 def seal_folder(temporary: str, final: str, manifest: dict, state: str, beside: tuple):
     """Rank 0: what all ranks wrote becomes a checkpoint. The manifest is the last file, its name the last change."""
     files = manifest["files"]
-    write_text(os.path.join(temporary, "state.json"), state)
-    files |= describe(temporary, "state.json")
+    sealed.write_text(os.path.join(temporary, "state.json"), state)
+    files |= sealed.describe(temporary, "state.json")
     for path in filter(os.path.exists, beside):
         copy = shutil.copy(path, temporary)
-        sync(copy)
-        files |= describe(temporary, os.path.basename(copy))
-    if files_below(temporary) != set(files):
+        sealed.sync(copy)
+        files |= sealed.describe(temporary, os.path.basename(copy))
+    if sealed.files_below(temporary) != set(files):
         raise CheckpointError(f"ranks don't see each other's files in {temporary}: is it one file system?")
     for part in ("tensors", "own"):
-        sync(os.path.join(temporary, part))
-    write_text(os.path.join(temporary, "manifest.json"), seal(manifest))
+        sealed.sync(os.path.join(temporary, part))
+    sealed.write_text(os.path.join(temporary, "manifest.json"), sealed.seal(manifest))
     os.rename(temporary, final)
-    sync(os.path.dirname(final))
+    sealed.sync(os.path.dirname(final))

@@ -21,20 +21,30 @@ The ideas:
 References: torch.distributed.checkpoint (DCP) and its HuggingFaceStorageWriter; the safetensors format.
 """
 
+import dataclasses
 import math
 import os
 import shutil
 import threading
 import time
 from functools import partial
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from . import export, finder
+from launch import proof
+from schedule import HORIZON
+from settings import MATH, ROUNDING, changes, refuse_changes
+
+from . import export
+from .finder import Finder
 from .folder import ROTATED, SLACK, Folder, check_shared_folder
 from .saver import Saver
-from .sealed import CheckpointError
-from .uploads import OnHub, Uploads, check_write, owner_on_hub, patiently, upload_patience
+from .sealed import CheckpointError, read_state
+from .uploads import OnHub, Uploads, check_write, owner_on_hub, patiently
+
+UPLOAD_SECONDS = 4 * 3600  # a finished run waits this long for its last uploads; the rest stays local
+STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
 
 
 class Store:
@@ -44,9 +54,7 @@ class Store:
     what a killed save left. publisher: a hub.Publisher, or None; grace: seconds from a signal to torchrun's kill."""
 
     def __init__(self, folder: str, agree, log=print, keep=2, resume="auto", publisher=None, grace=None):
-        self.folder, self.agree, self.log = Folder(folder, keep, log), agree, log
-        self.publisher, self.resume, self.grace = publisher, resume, grace
-        self.export_folder = os.path.join(os.path.dirname(self.folder.path), "export")
+        self.folder, self.agree, self.hub, self.grace = Folder(folder, keep, log), agree, publisher, grace
         problem = None
         if agree.rank == 0:
             try:
@@ -59,26 +67,14 @@ class Store:
         hub = OnHub(self.folder, publisher) if publisher and agree.rank == 0 else None
         self.uploads = Uploads(hub) if hub else None
         self.saver = Saver(self.folder, agree, self.uploads, log)
-        self.finder = finder.Finder(self.folder, agree, hub, publisher is not None, log)
-        self.proven: str | None = None  # the checkpoint here whose hashes all ranks have compared
+        self.finder = Finder(self.folder, agree, hub, publisher is not None, resume, log)
         self.receipts: list[dict] = []  # of all saves of this launch
         self.warned = False  # that torchrun may kill a save
         self.saved_at = time.monotonic()  # of the newest save of this launch, or its start
 
-    @classmethod
-    def open(
-        cls, out_dir: str, agree, log, keep, resume, publisher, grace, publish=True
-    ) -> tuple["Store", str | None]:
-        """(the store of a run's folder, the newest intact checkpoint there or on the Hub, or None).
-
-        Proves first that the run may publish, even if it will not (`publish`), and that all ranks see one folder."""
-        folder = os.path.join(out_dir, "checkpoints")
-        if publisher is not None:
-            agree.on_rank_0(lambda: check_write(publisher, folder, resume, log), "Hub")
-        check_shared_folder(out_dir, agree)
-        store = cls(folder, agree, log, keep, resume, publisher if publish else None, grace)
-        store.hub = publisher
-        return store, store.newest()
+    @property
+    def export_folder(self) -> str:
+        return os.path.join(os.path.dirname(self.folder.path), "export")
 
     @property
     def run_id(self) -> str:
@@ -97,15 +93,14 @@ class Store:
     def room(self, size: float) -> int:
         """Bytes that checkpoints of `size` bytes may still take here: those of each kind that rotation keeps, a final one
         and one in flight, less those that are here. Never under two: a save must fit before rotation makes room."""
-        most = len(ROTATED) * (self.folder.keep + (SLACK if self.publisher else 0)) + 2
+        most = len(ROTATED) * (self.folder.keep + (SLACK if self.finder.published else 0)) + 2
         held = sum(entry["size"] for m in self.folder.mine().values() for entry in m["files"].values())
         return int(max(2 * size, most * size - held))
 
     def newest(self) -> str | None:
         """The folder of the newest complete and intact checkpoint of this run, here or on the Hub, the same on all ranks.
         None where there is none at all; where there are only damaged ones, a CheckpointError."""
-        path, here = self.finder.newest(self.resume)
-        self.proven = path if here else None
+        path, here = self.finder.newest()
         if self.uploads is not None:
             self.uploads.take_up(here)
         return path
@@ -115,8 +110,7 @@ class Store:
 
         Keys, shapes and dtypes of `shared` must be the saved ones. `own` is filled only if world size, layout and all
         its entries on all ranks are the saved ones; else the caller derives it from `shared`."""
-        verified = path == self.proven
-        manifest, state, fits = finder.load(path, shared, own, self.agree, self.saver.group, verified)
+        manifest, state, fits = self.finder.load(path, shared, own, self.saver.group)
         self.saver.parent = f"{manifest['run_id']}/{os.path.basename(path)}"
         return state, fits
 
@@ -141,10 +135,10 @@ class Store:
         for receipt in receipts:
             size, seconds, pause = receipt["bytes"] / 1e6, receipt["seconds"], receipt["pause"]
             told = f"{size:.1f} MB in {seconds:.2f} s, training waited {pause * 1e3:.0f} ms"
-            self.log(f"saved {receipt['name']}: {told}")
+            self.folder.log(f"saved {receipt['name']}: {told}")
             need = slow_step() + pause + seconds
             if self.grace is not None and need > self.grace and not self.warned:
-                self.log(
+                self.folder.log(
                     f"WARNING: a step and a save take {need:.2g} s, and torchrun kills {self.grace:g} s after a signal: a stop "
                     f"may lose the work since the last save. Start it with --shutdown-timeout={math.ceil(need / 30) * 60}"
                 )
@@ -177,18 +171,20 @@ class Store:
     def patience(self, ended: bool, left: float | None) -> float:
         """Seconds that `close` may wait for uploads: at the end of a run or of its time (ended), or of a launch. left: of a
         budget, where they were reserved."""
-        signalled = self.agree.signals.when
-        until_kill = (
-            signalled + self.grace - time.monotonic() if self.grace is not None and signalled else None
-        )
-        return upload_patience(ended, self.publisher.patience if self.publisher else 0.0, left, until_kill)
+        patience, signalled = self.hub.patience if self.hub else 0.0, self.agree.signals.when
+        if ended:
+            return UPLOAD_SECONDS if left is None else min(UPLOAD_SECONDS, max(patience, left))
+        if self.grace is None or not signalled:
+            return patience
+        # the next launch does the rest; the status must be written by that time
+        return max(0.0, min(patience, signalled + self.grace - time.monotonic() - STATUS_SECONDS))
 
     def trial(self) -> float | None:
         """Bytes/s that the Hub takes, by 16 MB that do not stay there; None without a Hub."""
         if self.hub is None:
             return None
         rate = self.agree.on_rank_0(lambda: self.hub.trial(f"drill-{os.getpid()}"), "Hub")
-        self.log(f"drill: the Hub took {rate / 1e6:.1f} MB/s")
+        self.folder.log(f"drill: the Hub took {rate / 1e6:.1f} MB/s")
         return rate
 
     def clear(self):
@@ -196,7 +192,7 @@ class Store:
         if self.agree.rank == 0:
             for folder in (self.folder.path, self.export_folder):
                 shutil.rmtree(folder, ignore_errors=True)
-        self.log(f"drill: deleted its checkpoints and export in {os.path.dirname(self.folder.path)}")
+        self.folder.log(f"drill: deleted its checkpoints and export in {os.path.dirname(self.folder.path)}")
 
     def close(self, timeout: float = 0.0, stop=lambda: False) -> list[str]:
         """Finish the local save, give uploads `timeout` seconds or until stop() on any rank, release the folder.
@@ -208,7 +204,62 @@ class Store:
         if left:
             where = os.path.dirname(self.folder.path)
             stay = f"they stay in {where}, and the same command publishes them later"
-            self.log(f"NOT on the Hub: {', '.join(left)}; {stay}")
+            self.folder.log(f"NOT on the Hub: {', '.join(left)}; {stay}")
         self.folder.unlock()
         dist.destroy_process_group(self.saver.group)
         return left
+
+
+class Saved(NamedTuple):
+    """A checkpoint that a run goes on from."""
+
+    path: str
+    state: dict  # its state.json
+    branch: bool  # of another run (schedule_from)
+    changed: set[str]  # kinds of the settings that differ from its own
+
+    def how(self, s, agree, own_loaded: bool) -> str:
+        """How closely the run goes on, in words."""
+        if "data" in s.allow_change:
+            return "with the data that there is now"
+        if MATH in self.changed:
+            return "with changed settings"
+        if self.state["code"] != proof.code_digest():
+            return "with changed code"
+        exact = own_loaded and self.state["world"] == agree.world and ROUNDING not in self.changed
+        return "bit-exact" if exact and (agree.device.type == "cpu" or s.deterministic) else "to rounding"
+
+
+def open_store(s, agree, log, grace: float | None) -> tuple[Store, Saved | None]:
+    """Take the run's folder; what it goes on from, here, on the Hub, or in another run that it branches from. SettingsError
+    where the settings do not fit what was saved. What "auto" became in the first launch it stays: it never chooses again.
+
+    Proves first that the run may publish, even if a drill will not, and that all ranks see one folder."""
+    publisher, folder = None, os.path.join(s.out_dir, "checkpoints")
+    if s.hf_model_repo and s.publish:
+        import hub
+
+        publisher = hub.Publisher(s.hf_model_repo, log, s.hub_patience)
+        agree.on_rank_0(lambda: check_write(publisher, folder, s.resume, log), "Hub")
+    check_shared_folder(s.out_dir, agree)
+    store = Store(folder, agree, log, s.ckpt_keep, s.resume, None if s.drill else publisher, grace)
+    store.hub = publisher  # a drill only tries it
+    path, allowed = store.newest(), s
+    branch = path is None and s.schedule_from is not None
+    if branch:  # another run's state, under this run's schedule
+        path = s.schedule_from
+        if not os.path.exists(os.path.join(path, "state.json")):
+            raise s.error("schedule_from", "is not the folder of a checkpoint (…/checkpoints/step-…)")
+        allowed = dataclasses.replace(s, allow_change=[*s.allow_change, *HORIZON])
+    if path is None:
+        log(f"[resume] a fresh start in {s.out_dir}")
+        return store, None
+    state = read_state(path)
+    for line in refuse_changes(state["settings"], allowed):
+        log(f"[resume] changed setting {line}")
+    saved = Saved(path, state, branch, {kind for _, _, _, kind in changes(state["settings"], s)})
+    if s.use_fp8 == "auto":
+        s.use_fp8 = "on" if state["chosen"]["fp8"] else "off"
+    if s.use_compile == "auto":
+        s.use_compile = state["chosen"]["compile"]
+    return store, saved

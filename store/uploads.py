@@ -16,18 +16,6 @@ from .sealed import NAME, CheckpointError, read_manifest, sync, to_json, verify,
 
 KEPT = ("milestone", "final")  # kinds of which each one goes to the Hub
 PATIENCE = 120.0  # seconds that a stage gets beyond the last word that a transfer goes on
-UPLOAD_SECONDS = 4 * 3600  # a finished run waits this long for its last uploads; the rest stays local
-STATUS_SECONDS = 10.0  # before torchrun's kill, for leaving and the status
-
-
-def upload_patience(ended: bool, patience: float, left: float | None, until_kill: float | None) -> float:
-    """Seconds that the end of a run or of its time (ended), or of a launch, waits for uploads; the next launch does the
-    rest. left: seconds of the budget, which were reserved for it; until_kill: seconds until torchrun kills."""
-    if ended:
-        return UPLOAD_SECONDS if left is None else min(UPLOAD_SECONDS, max(patience, left))
-    if until_kill is None:
-        return patience
-    return max(0.0, min(patience, until_kill - STATUS_SECONDS))  # the status must be written by that time
 
 
 def patiently(function, agree, stop=lambda: False, stopped=None):
@@ -170,11 +158,6 @@ class OnHub:
                 self.log(f"{stale} could not be deleted on the Hub: {e}")
 
 
-def shown(prefix: str) -> str:
-    """What a person calls it: an export lies at the root of the repo."""
-    return prefix or "export"
-
-
 class Uploads:
     """Rank 0's queue to the Hub: a thread that uploads finished folders one at a time, behind the run.
 
@@ -249,7 +232,7 @@ class Uploads:
                 pause = min(2 * pause, self.RETRY[1])
                 continue
             pause, seconds = self.RETRY[0], time.monotonic() - began
-            self.log(f"{shown(prefix)} is on the Hub, verified ({seconds:.0f} s)")
+            self.log(f"{prefix or 'export'} is on the Hub, verified ({seconds:.0f} s)")
             if prefix:
                 self.seconds = seconds
             with self.changed:
@@ -264,7 +247,9 @@ class Uploads:
         if not os.path.isdir(folder):  # rotated away meanwhile
             return True
         self.failures += 1
-        self.log(f"UPLOAD FAILED, number {self.failures}: {shown(prefix)}: {type(error).__name__}: {error}")
+        self.log(
+            f"UPLOAD FAILED, number {self.failures}: {prefix or 'export'}: {type(error).__name__}: {error}"
+        )
         # Behind the others; not at all if a newer one of its kind waits.
         if kind in KEPT or kind not in [k for _, k in self.pending.values()]:
             self.pending[prefix] = folder, kind
@@ -293,4 +278,4 @@ class Uploads:
             self.changed.notify_all()
             while self.pending and time.monotonic() < end and self.thread.is_alive() and not stop():
                 self.changed.wait(max(0.0, min(1.0, end - time.monotonic())))
-            return list(map(shown, self.pending))
+            return [prefix or "export" for prefix in self.pending]
