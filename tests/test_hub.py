@@ -20,7 +20,6 @@ from fake_hub import (  # noqa: F401 (fixtures)
     READS,
     SHARDS,
     fixture_server,
-    fixture_short_waits,
     folder_with,
     in_time,
     outcome,

@@ -25,7 +25,6 @@ from fake_hub import (  # noqa: F401 (fixtures)
     WRITE_TOKEN,
     files_below,
     fixture_server,
-    fixture_short_waits,
     in_time,
     outcome,
     publisher,
