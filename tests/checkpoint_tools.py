@@ -7,7 +7,6 @@ import random
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from conftest import cpu_mesh
@@ -113,16 +112,6 @@ def digest_of(folder: str) -> dict[str, str]:
     """{path: sha256} of every file below a folder."""
     files = (path for path in Path(folder).rglob("*") if path.is_file())
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
-@pytest.fixture(autouse=True)
-def one_rank_group():
-    """The one-rank process group that a run under plain python has, and an end for every store."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    for c in list(OPEN):
-        c.close()
-    dist.destroy_process_group()
 
 
 def saved_once(folder, *steps, **options):

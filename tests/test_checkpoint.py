@@ -27,7 +27,6 @@ from checkpoint_tools import (
     damage,
     digest_of,
     names_in,
-    one_rank_group,  # noqa: F401 (a fixture)
     open_folder,
     reference,
     save,
@@ -42,7 +41,7 @@ from store import CheckpointError, read_export, read_model, uploads, verify
 from store.export import export
 from store.folder import check_shared_folder
 
-# --- what is saved is loaded ---------------------------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 def save_scenario(rank, world, folder, replicas=1):
@@ -64,15 +63,12 @@ def load_scenario(rank, world, folder, replicas=1):
     return all_bits(shared) == all_bits(expected), state, own_loaded, all_bits(own)
 
 
-LAYOUTS = [
-    dict(world=w, replicas=r) for w, r in ((1, 1), (2, 1), (4, 1), (4, 2))
-]  # the last is HSDP: 2 x 2 shards
+LAYOUTS = [dict(world=w, replicas=r) for w, r in ((1, 1), (2, 1), (4, 1), (4, 2))]  # the last: HSDP
 
 
 @pytest.mark.parametrize("saved", LAYOUTS, ids=str)
 def test_any_world_size_loads_any_other_bit_for_bit(tmp_path, saved):
-    """Including uneven shards, ranks without rows, bf16, fp8, NaN, 0-dim and empty tensors, and HSDP; `own` comes back
-    only where world size and layout are the same."""
+    """Uneven shards, ranks without rows, every dtype, NaN, HSDP; `own` only where the layout is the same."""
     results = run(save_scenario, folder=str(tmp_path), **saved)
     assert all(not failures and len(receipts) == 1 for receipts, failures, _ in results)
     for target in LAYOUTS:
@@ -111,15 +107,9 @@ def test_every_file_opens_without_torch_and_holds_the_values(tmp_path):
 
 def test_sources_never_touch_pickle():
     """The checkpoint files neither unpickle nor write what only an unpickler reads."""
-    files, unpickles = (
-        [*Path(ROOT, "store").glob("*.py")],
-        r"torch\.(load|save)\b|import pickle|pickle\.|shelve",
-    )
-    assert len(files) > 5
-    for file in (*files, Path(ROOT, "sample.py")):
-        assert not re.search(
-            unpickles + r"|\beval\(\w+\)|exec\(|FileSystemWriter", file.read_text("utf-8")
-        ), file
+    unpickles = r"torch\.(load|save)\b|import pickle|pickle\.|shelve|\beval\(\w+\)|exec\(|FileSystemWriter"
+    files = [Path(ROOT, "sample.py"), *Path(ROOT, "store").glob("*.py")]
+    assert len(files) > 6 and not [f for f in files if re.search(unpickles, f.read_text("utf-8"))]
 
 
 def test_an_evil_pickle_in_any_place_is_refused_unopened(tmp_path):
@@ -206,12 +196,8 @@ def test_load_is_strict(tmp_path):
     assert c.load(path, shared, own)[1] is True
 
 
-# --- asynchronous --------------------------------------------------------------------------------------------------
-
-
 def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
-    """The writer is held: save and poll return, live tensors change, and what is saved is what they were at the call.
-    A second save waits for the first: one in flight."""
+    """The writer is held: live tensors change, what is saved is what they were at the call. One save is in flight."""
     gate, plain = threading.Event(), dcp.save
     monkeypatch.setattr(dcp, "save", lambda *a, **k: (gate.wait(30), plain(*a, **k))[1])
     c, _ = open_folder(tmp_path)
@@ -249,12 +235,10 @@ def slow_rank_scenario(rank, world, folder):
     c.saver._write = slow
     c.save(1, "latest", *state_for(rank, world), {})
     step, receipts = 0, []
-    while not receipts:
+    while not receipts and step <= 200:
         time.sleep(0.05)
         step, receipts = step + 1, c.poll()
         dist.barrier()  # a training step
-        if step > 200:
-            break
     c.close()
     return step, [r["name"] for r in receipts]
 
@@ -280,9 +264,6 @@ def test_buffers_are_reused_and_parents_recorded(tmp_path):
     c.load(c.newest(), shared, own)
     c.save(3, "milestone", shared, own, {}, wait=True)
     assert verify(str(tmp_path / names_in(tmp_path)[-1]))["parent"].endswith(names_in(tmp_path)[1])
-
-
-# --- whose folder, which kind --------------------------------------------------------------------------------------
 
 
 def test_room_is_what_rotation_may_keep_less_what_this_run_has_written(tmp_path):
@@ -374,8 +355,7 @@ def test_a_lost_run_record_is_read_from_the_checkpoints(tmp_path):
 
 
 def test_resume_never_touches_no_existing_checkpoint(tmp_path):
-    """A new run in the same folder: old files stay as they are through any number of saves, and the next start goes on
-    with the new run."""
+    """Old files stay as they are through any number of saves; the next start goes on with the new run."""
     saved_once(tmp_path, 1, 2)
     old = names_in(tmp_path)
     before = {n: digest_of(tmp_path / n) for n in old}
@@ -434,9 +414,6 @@ def test_a_long_transfer_says_that_it_goes_on():
     agree.busy = said.append
     assert uploads.patiently(lambda: time.sleep(1.2) or "path", agree) == "path"
     assert said == [uploads.PATIENCE]
-
-
-# --- weights -------------------------------------------------------------------------------------------------------
 
 
 def model_of(state, without="nothing") -> dict:

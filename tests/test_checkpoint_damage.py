@@ -9,20 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_tools import (
-    all_bits,
-    damage,
-    digest_of,
-    names_in,
-    one_rank_group,  # noqa: F401 (a fixture)
-    open_folder,
-    save,
-    saved_once,
-    state_for,
-)
+from checkpoint_tools import all_bits, damage, digest_of, names_in, open_folder, save, saved_once, state_for
 from workers import run
 
 from store import CheckpointError, sealed
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +102,8 @@ def test_when_all_are_damaged_the_run_stops_and_starts_nothing_over(tmp_path):
 
 
 def without_seal(manifest):
-    manifest.write_text(
-        json.dumps({**json.loads(manifest.read_text()), "step": 10}, indent=1, sort_keys=True)
-    )
+    other = {**json.loads(manifest.read_text()), "step": 10}
+    manifest.write_text(json.dumps(other, indent=1, sort_keys=True))
 
 
 def link_to_the_same_bytes(shard, elsewhere):

@@ -11,11 +11,13 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from checkpoint_tools import all_bits, digest_of, names_in, one_rank_group, open_folder, save, state_for  # noqa: F401
+from checkpoint_tools import all_bits, digest_of, names_in, open_folder, save, state_for
 from conftest import ROOT
 from workers import run
 
 from store import CheckpointError, saver, sealed
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 TESTS = os.path.join(ROOT, "tests")
 
@@ -77,14 +79,8 @@ def failing_scenario(rank, world, folder, fault, victim):
     return failed, names, state["step"], right, receipts, sum("CHECKPOINT FAILED" in line for line in lines)
 
 
-FAULTS = [
-    ("file size limit", 1, 0),
-    ("file size limit", 2, 1),
-    ("mkdir", 2, 0),
-    ("fsync", 2, 1),
-    ("fsync", 1, 0),
-]
-FAULTS += [("rename", 2, 0), ("own file", 2, 1)]
+FAULTS = [("file size limit", 1, 0), ("file size limit", 2, 1), ("mkdir", 2, 0), ("fsync", 2, 1)]
+FAULTS += [("fsync", 1, 0), ("rename", 2, 0), ("own file", 2, 1)]
 
 
 @pytest.mark.parametrize("fault, world, victim", FAULTS)
@@ -127,8 +123,7 @@ def fill(tmp_path, first, folder, options) -> list:
 
 
 def test_a_full_disk_keeps_the_checkpoint_that_fits(tmp_path):
-    """A real ENOSPC: one checkpoint fits beside the ballast, a second does not until the first is gone, which must not
-    happen."""
+    """A real ENOSPC: a second checkpoint would fit only if the first were gone, which must not happen."""
     ballast = "head -c 60000 /dev/zero > /mnt/ballast"
     saved, failures, last, names = fill(tmp_path, ballast, "/mnt", "size=92k")
     assert saved == 1 and failures == 2 and "No space left" in last[0], (saved, failures, last)
@@ -157,8 +152,7 @@ def test_an_unreadable_disk_does_not_rename_a_good_checkpoint(tmp_path, monkeypa
 
 
 def test_leftovers_of_a_killed_save_go_and_others_stay(tmp_path):
-    """At the next start: this run's temporary folders are removed; another run's, unknown files and half a download of
-    this run, which goes on, are not."""
+    """Another run's folder, unknown files and half a download of this run, which goes on, stay."""
     c, _ = open_folder(tmp_path)
     c.close()
     killed, other = (f".tmp-{run_id}+step-00000009-latest-0009" for run_id in (c.run_id, "other"))
@@ -168,27 +162,21 @@ def test_leftovers_of_a_killed_save_go_and_others_stay(tmp_path):
     (tmp_path / "keep.txt").write_text("mine")
     _, lines = open_folder(tmp_path)
     assert sum("left by a save that was killed" in line for line in lines) == 1
-    assert {n for n in os.listdir(tmp_path) if n.startswith((".tmp", "keep"))} == {
-        other,
-        download,
-        "keep.txt",
-    }
+    left = {n for n in os.listdir(tmp_path) if n.startswith((".tmp", "keep"))}
+    assert left == {other, download, "keep.txt"}
     assert (tmp_path / "keep.txt").read_text() == "mine"
 
 
 def test_everything_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
-    """A power cut keeps what was synced only: all files and folders, the manifest after the rest, then the rename, then
-    the folder that holds the new name."""
+    """All files and folders, the manifest after the rest, then the rename, then the folder that holds the new name."""
     events, fsync, rename = [], os.fsync, os.rename
     synced = lambda fd: (events.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))[1]  # noqa: E731
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", b)), rename(a, b))[1])
     c, _ = open_folder(tmp_path)
     save(c, 1)
-    temporary, final = (
-        f"{tmp_path}/.tmp-{c.run_id}+step-00000001-latest-0001",
-        f"{tmp_path}/{names_in(tmp_path)[0]}",
-    )
+    final = f"{tmp_path}/{names_in(tmp_path)[0]}"
+    temporary = f"{tmp_path}/.tmp-{c.run_id}+{names_in(tmp_path)[0]}"
     at = events.index(("rename", final))
     before = [path.removeprefix(temporary + "/").removesuffix(".tmp") for _, path in events[:at]]
     after = [path for _, path in events[at + 1 :]]

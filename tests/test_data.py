@@ -37,12 +37,8 @@ def trained_per_epoch(crew) -> list[int]:
     return out
 
 
-# --- exactness -----------------------------------------------------------------------------------------------------
-
-
 def test_every_row_once_per_epoch_in_another_order_each_time(root):
-    """30 rows a domain, 3 held out: each epoch draws the other 27 once each; two epochs differ in the order of the
-    shards and in the order inside each shard."""
+    """30 rows a domain, 3 held out: each epoch draws the other 27 once; orders of and in the shards differ."""
     crew = Crew(settings(root))
     (per_epoch,) = set(trained_per_epoch(crew))
     samples = crew.run(range(per_epoch * 3 * 4 // 12), n=12)
@@ -52,11 +48,8 @@ def test_every_row_once_per_epoch_in_another_order_each_time(root):
         assert len(epochs) == 3
         assert all(len(set(e)) == per_epoch for e in epochs), "a row was repeated"
         assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]), "an epoch lacks rows"
-        file_of = {
-            tuple(r[:8]): k
-            for k in range(3)
-            for r in np.load(f"{root}/data/{corpora.DOMAINS[d]}/{k:03d}.npy").tolist()
-        }
+        shards_of = [np.load(f"{root}/data/{corpora.DOMAINS[d]}/{k:03d}.npy").tolist() for k in range(3)]
+        file_of = {tuple(row[:8]): k for k, shard in enumerate(shards_of) for row in shard}
         inside = [[[r for r in e if file_of[r] == k] for k in range(3)] for e in epochs]
         for k in range(3):
             assert len({tuple(e[k]) for e in inside}) == 3, "the same order inside a shard in two epochs"
@@ -90,8 +83,7 @@ def test_batch_size_does_not_change_the_sequence(root):
 
 
 def test_cut_anywhere_resume_with_any_world_size_as_often_as_you_like(root):
-    """Six epochs, shards arriving at steps 5, 17 and 18: cut at random steps and resumed in a new process (new objects,
-    state through JSON) at random world sizes, the sequence is that of the uncut run. 20 random schedules of cuts."""
+    """Six epochs, shards arrive in between: 20 random schedules of cuts and of world sizes give the uncut sequence."""
     steps = 40
 
     def arrivals(folder):
@@ -141,8 +133,6 @@ def test_domain_weights_are_exact(root, weights):
         assert [window.count(d) for d in range(4)] == cycle
 
 
-# --- shapes --------------------------------------------------------------------------------------------------------
-
 SHAPES = [
     (40, 8), (40, 9), (20, 16), (20, 17), (20, 21), (10, 100), (40, 12), (80, 4), (90, 5), (99, 3), (160, 2), (400,),
 ]  # fmt: skip
@@ -151,8 +141,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["uint32", "int64", ">u4", "uint64"])
 def test_any_row_length_reads_every_token_with_its_next_token(tmp_path, shape, dtype):
-    """Longer, equal, shorter, 1-D: no token is read twice an epoch or invented; a target is the next token of the row
-    wherever one was read, else -1; what is left out is less than a sample per shard, and is counted."""
+    """No token twice an epoch or invented, targets follow; less than a sample per shard is left out, and counted."""
     array = rows(0, shape[0], shape[1], dtype) if len(shape) == 2 else np.arange(shape[0]).astype(dtype)
     write(tmp_path, "data/code/a.npy", array)
     corpora.describe(tmp_path)
@@ -194,8 +183,7 @@ def test_small_dtypes(tmp_path):
 
 
 def test_shorter_contexts_keep_every_token_and_target():
-    """(B, T) -> (B*T/ctx, ctx): concatenated again it is the same text, and a context's last target is the first input
-    of the next."""
+    """(B, T) -> (B*T/ctx, ctx) is the same text; a context's last target is the first input of the next."""
     x = torch.arange(48).view(2, 24)
     batch = data.Batch(x, x + 1, torch.tensor([3, 1]), [10, 11]).contexts(8)
     assert batch.x.shape == (6, 8) and torch.equal(batch.x.view(2, 24), x)
@@ -203,9 +191,6 @@ def test_shorter_contexts_keep_every_token_and_target():
     assert batch.domain.tolist() == [3, 3, 3, 1, 1, 1] and batch.ids == [10, 10, 10, 11, 11, 11]
     with pytest.raises(data.DataError, match="does not divide"):
         data.Batch(x, x, torch.tensor([0, 0]), [0, 1]).contexts(7)
-
-
-# --- validation ----------------------------------------------------------------------------------------------------
 
 
 def val_set(crew, wanted=3, batch=2):
@@ -227,8 +212,7 @@ def val_set(crew, wanted=3, batch=2):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_validation_is_the_same_set_and_mean_at_any_world_size(root, world, batch):
-    """12 rows do not divide by 8 ranks x 5 rows: the rest is filled with rows without targets, the same number of
-    batches on each rank, so that no rank waits for another's collective."""
+    """12 rows do not divide by 8 ranks x 5 rows: rows without targets fill the rest, so that no rank waits alone."""
     one, (total, count), _ = val_set(Crew(settings(root)))
     many, (total_w, count_w), batches = val_set(Crew(settings(root), world), batch=batch)
     assert many == one and [len(v) for v in one.values()] == [3, 3, 3, 3]
@@ -237,8 +221,7 @@ def test_validation_is_the_same_set_and_mean_at_any_world_size(root, world, batc
 
 
 def test_validation_rows_are_never_trained_and_never_move(root):
-    """Not as input and not as target, over epochs, across a resume and the arrival of a shard that sorts first; and
-    not for another number of evaluation rows."""
+    """Not as input, not as target; across a resume, a shard that sorts first, another number of evaluation rows."""
     crew = Crew(settings(root))
     before = val_set(crew)[0]
     trained = crew.run(range(8))
@@ -280,9 +263,6 @@ def test_few_rows_are_held_out_and_said(tmp_path):
     crew = Crew(settings(dataset(tmp_path), val_rows=64), log=lines.append)
     assert [v[4] for v in crew.streams[0].cursors[0].domain.val] == [1, 1, 1]
     assert any("only 3 of val_rows=64" in line for line in lines)
-
-
-# --- new shards ----------------------------------------------------------------------------------------------------
 
 
 def test_new_shards_are_admitted_by_all_ranks_at_the_fixed_step_and_queue_up(root):
@@ -385,9 +365,6 @@ def test_a_slow_listing_does_not_stop_the_run(root, monkeypatch):
     stream.news.listing.join(60)
     assert stream.refresh(12) == {"code": ["data/code/new.npy"]}
     assert calls == ["code"], "one listing at a time"
-
-
-# --- tokenizer, baseline, counts -----------------------------------------------------------------------------------
 
 
 def test_bytes_tokenizer():

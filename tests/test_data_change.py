@@ -13,7 +13,7 @@ import workers
 from checkpoint_tools import Ranks
 from conftest import quiet
 from corpora import ROW, Crew, dataset, rows, settings, write
-from fake_hub import files_below, fixture_server  # noqa: F401 (fixtures)
+from fake_hub import files_below
 
 import data
 import hub

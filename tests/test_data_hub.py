@@ -11,7 +11,7 @@ import workers
 from checkpoint_tools import Ranks
 from conftest import quiet
 from corpora import Crew, dataset, rows, settings, write
-from fake_hub import files_below, fixture_server, in_time, outcome  # noqa: F401 (fixtures)
+from fake_hub import files_below, in_time, outcome
 
 import data
 import hub
@@ -55,9 +55,8 @@ def test_the_hub_gives_the_sequence_of_the_folder(root, tmp_path, server, cache_
 @pytest.mark.parametrize("seed", range(3))
 def test_faults_change_nothing(root, tmp_path, server, seed):
     """A third of all requests fail in one of nine ways: the sequence is the folder's."""
-    met = server.unreliable(
-        seed, 1 / 3, (429, 500, 503, "reset", "cut", "truncated", "corrupt", "html", "slow")
-    )
+    kinds = (429, 500, 503, "reset", "cut", "truncated", "corrupt", "html", "slow")
+    met = server.unreliable(seed, 1 / 3, kinds)
     expected = Crew(settings(root)).run(range(8))
     assert in_time(lambda: Crew(remote(tmp_path), 2).run(range(8)), 60) == expected
     assert len(met) > 5
@@ -93,8 +92,7 @@ def test_new_shards_join_at_the_fixed_step_with_their_commit(root, tmp_path, ser
 
 
 def test_what_was_admitted_is_read_for_good(root, tmp_path, server):
-    """Overwritten, deleted and renamed shards, and a shard that is new: resumed on machines with empty caches, at
-    other world sizes, twice over, the run goes on as if it had not been cut."""
+    """Shards overwritten, deleted, renamed, new: resumed with empty caches at other world sizes."""
     files, s = files_below(root), remote(tmp_path, shard_refresh_steps=3)
 
     def disturb(step):
@@ -251,8 +249,7 @@ def one_rank(rank, world, endpoint, cache, steps):
 
 
 def test_processes_of_a_node_ask_the_hub_once(root, tmp_path, server):
-    """Two real processes over gloo with one cache: rank 0 alone lists, each shard comes once, and the global batches
-    are the folder's."""
+    """Two real processes with one cache: rank 0 alone lists, each shard comes once."""
     steps = 6
     got = workers.run(one_rank, 2, endpoint=server.url, cache=str(tmp_path / "node"), steps=steps)
     expected = Crew(settings(root)).run(range(steps))

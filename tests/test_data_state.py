@@ -24,9 +24,6 @@ def root(tmp_path):
     return dataset(tmp_path)
 
 
-# --- failures and state --------------------------------------------------------------------------------------------
-
-
 def test_a_failing_batch_draws_nothing(root):
     """After the shard is repaired the same call gives the samples it would have given."""
     expected, crew = Crew(settings(root)).run(range(6), n=20), Crew(settings(root))
@@ -142,8 +139,7 @@ def test_at_most_two_files_of_a_domain_are_held(root):
 
 
 def test_resume_deep_in_a_large_manifest_opens_only_the_current_shards(tmp_path):
-    """20,000 shards (all one file), resumed after 100,000 steps: nothing before the position is opened but what has the
-    held-out rows, the next shard is fetched ahead, and the state takes at most 150 bytes a shard."""
+    """All 20,000 shards are one file. Only held-out rows, the current and the next shard are fetched."""
     path, fetched = write(tmp_path, "a.npy", rows(0, 40, 9)), []
     source = SimpleNamespace(
         revision="0" * 40,
@@ -185,9 +181,6 @@ def test_open_files_and_memory_stay_flat(tmp_path):
     assert stream.epochs()["code"] > 800
     assert after[0] - before[0] < 4 << 20, "10,000 batches of 24 kB each would be 245 MB if they were kept"
     assert after[1] <= before[1] + 2
-
-
-# --- real processes -----------------------------------------------------------------------------------
 
 
 def six_steps(stream, start):

@@ -13,16 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_tools import (  # noqa: F401 (one_rank_group: a fixture)
-    MemoryHub,
-    all_bits,
-    damage,
-    names_in,
-    one_rank_group,
-    open_folder,
-    save,
-    state_for,
-)  # fmt: skip
+from checkpoint_tools import MemoryHub, all_bits, damage, names_in, open_folder, save, state_for
 from conftest import tiny_settings
 from workers import run
 
@@ -31,11 +22,12 @@ from hub import HubError
 from store import CheckpointError, saver, uploads, verify
 from store.folder import ROTATED, by_serial
 
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch, one_rank_group):  # noqa: F811 (a fixture)
-    """Tries again after milliseconds, in a one-rank process group."""
-    monkeypatch.setattr(uploads.Uploads, "RETRY", (0.01, 0.02))
+
+@pytest.fixture
+def hub():
+    return MemoryHub()
 
 
 def until(condition, seconds=20):
@@ -62,9 +54,8 @@ def on_hub(hub, run_id) -> list[str]:
     return sorted({k.split("/")[1] for k in hub.files if k.startswith(run_id + "/")})
 
 
-def test_what_is_saved_gets_to_the_hub_and_old_ones_go_there_too(tmp_path):
+def test_what_is_saved_gets_to_the_hub_and_old_ones_go_there_too(hub, tmp_path):
     """Verified, with receipts on disk; keep-last-2 per kind; other runs' and other people's files are not touched."""
-    hub = MemoryHub()
     foreign = ["README.md", "other/step-00000001-latest-0001/manifest.json", "old/ckpt_s0001.model.pt"]
     hub.files = {k: b"theirs" for k in foreign}
     c, lines = open_folder(tmp_path, publisher=hub)
@@ -81,9 +72,8 @@ def test_what_is_saved_gets_to_the_hub_and_old_ones_go_there_too(tmp_path):
     assert sum("verified" in line for line in lines) == 9
 
 
-def test_what_an_upload_took_reaches_the_budget_with_the_next_receipt(tmp_path):
+def test_what_an_upload_took_reaches_the_budget_with_the_next_receipt(hub, tmp_path):
     """The end of a launch reserves that time; it would be an assumption for ever."""
-    hub = MemoryHub()
     c, _ = open_folder(tmp_path, publisher=hub)
     send(c, 1)
     assert c.uploads.seconds > 0
@@ -99,10 +89,8 @@ def test_what_an_upload_took_reaches_the_budget_with_the_next_receipt(tmp_path):
     idle(c)
 
 
-def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(tmp_path):
-    """The Hub hangs in its first upload: saves go on; of those that wait, only the newest `latest` is sent, but every
-    milestone is."""
-    hub = MemoryHub()
+def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(hub, tmp_path):
+    """The Hub hangs in its first upload. Of what waits, every milestone is sent, but only the newest `latest`."""
     c, _ = open_folder(tmp_path, publisher=hub)
     hub.gate.clear()
     began = time.monotonic()
@@ -120,8 +108,7 @@ def test_training_never_waits_for_the_hub_and_newer_saves_replace_waiting_ones(t
     assert sorted(sent) == [1, 4, 5, 9]
 
 
-def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(tmp_path):
-    hub = MemoryHub()
+def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(hub, tmp_path):
     hub.failing = 12  # the pauses between tries have an upper bound
     c, lines = open_folder(tmp_path, publisher=hub, keep=1)
     send(c, 1, kind="milestone")
@@ -138,9 +125,8 @@ def test_a_hub_that_fails_is_tried_again_and_nothing_local_is_deleted_for_it(tmp
     assert len(on_hub(hub, c.run_id)) == 3
 
 
-def test_local_rotation_waits_for_the_hub_but_not_for_ever(tmp_path):
+def test_local_rotation_waits_for_the_hub_but_not_for_ever(hub, tmp_path):
     """While the Hub has nothing of a kind, keep + 2 local checkpoints of it stay; with a newer one there, keep do."""
-    hub = MemoryHub()
     hub.failing = 10**9
     c, lines = open_folder(tmp_path, publisher=hub, keep=1)
     save(c, *range(1, 8), kind="milestone")
@@ -187,11 +173,10 @@ def test_a_disk_filled_by_what_the_hub_refuses_is_freed(tmp_path, world, victim)
     assert [said for _, _, said in answers] == [6, 0][:world], "what rank 0 deletes it says"
 
 
-def test_checkpoints_of_another_run_are_not_published(tmp_path):
+def test_checkpoints_of_another_run_are_not_published(hub, tmp_path):
     before, _ = open_folder(tmp_path)
     save(before, 1)
     before.close()
-    hub = MemoryHub()
     c, _ = open_folder(tmp_path, publisher=hub, resume="never")
     assert c.run_id != before.run_id and not c.uploads.pending
     assert c.close(timeout=10) == [] and not hub.files
@@ -210,9 +195,8 @@ def test_names_go_by_the_number_of_the_save_however_long_it_is():
     assert by_serial([new, old, "step-7-best-0001", "step-00000007-best-99"]) == [old, new]
 
 
-def test_a_hub_that_stores_something_else_is_not_believed(tmp_path):
+def test_a_hub_that_stores_something_else_is_not_believed(hub, tmp_path):
     """One wrong byte there: no receipt, nothing is deleted in trust of it, and the upload is repeated."""
-    hub = MemoryHub()
     hub.corrupt = True
     c, lines = open_folder(tmp_path, publisher=hub, keep=1)
     save(c, 1, 2)
@@ -223,8 +207,7 @@ def test_a_hub_that_stores_something_else_is_not_believed(tmp_path):
     assert c.close(timeout=10) == [] and c.uploads.hub.receipts
 
 
-def test_a_second_process_that_publishes_the_same_run_is_noticed(tmp_path):
-    hub = MemoryHub()
+def test_a_second_process_that_publishes_the_same_run_is_noticed(hub, tmp_path):
     c, lines = open_folder(tmp_path, publisher=hub)
     send(c, 1)
     hub.files[f"{c.run_id}/step-00000009-latest-0009/manifest.json"] = b"{}"
@@ -234,9 +217,8 @@ def test_a_second_process_that_publishes_the_same_run_is_noticed(tmp_path):
     assert c.close(timeout=0.1)
 
 
-def test_a_run_whose_local_files_are_gone_resumes_from_the_hub(tmp_path):
+def test_a_run_whose_local_files_are_gone_resumes_from_the_hub(hub, tmp_path):
     """Found by the folder's name; a damaged newest there falls back to the one before; bits are the saved ones."""
-    hub = MemoryHub()
     c, _ = open_folder(tmp_path / "a" / "nova" / "checkpoints", publisher=hub, keep=3)
     send(c, 1, 2, 3)
     c.close()
@@ -258,8 +240,7 @@ def test_a_run_whose_local_files_are_gone_resumes_from_the_hub(tmp_path):
     assert new.run_id != c.run_id and new.newest() is None
 
 
-def test_a_copy_under_another_name_on_the_hub_is_not_taken(tmp_path):
-    hub = MemoryHub()
+def test_a_copy_under_another_name_on_the_hub_is_not_taken(hub, tmp_path):
     c, _ = open_folder(tmp_path / "a" / "nova", publisher=hub)
     save(c, 1)
     c.close(timeout=10)
@@ -271,8 +252,7 @@ def test_a_copy_under_another_name_on_the_hub_is_not_taken(tmp_path):
     again.close(timeout=10)
 
 
-def test_a_local_checkpoint_is_preferred_and_a_damaged_one_is_replaced_from_the_hub(tmp_path):
-    hub = MemoryHub()
+def test_a_local_checkpoint_is_preferred_and_a_damaged_one_is_replaced_from_the_hub(hub, tmp_path):
     c, _ = open_folder(tmp_path, publisher=hub)
     send(c, 1)
     c.close()
@@ -316,8 +296,7 @@ def step_of(path) -> int:
 
 
 def test_what_was_never_published_does_not_hide_what_another_machine_did(tmp_path):
-    """A lost touch with the Hub after step 1 and saved 2 and 3; B went on from 1 to 90: fewer saves, more work. What A
-    had not published is not sent any more, or it would take the place of B's."""
+    """A loses the Hub after step 1 and saves 2 and 3; B goes on from 1 to 90: fewer saves, more work."""
     hub, folders = MemoryHub(), [tmp_path / machine / "nova" / "checkpoints" for machine in "ab"]
     a, _ = open_folder(folders[0], publisher=hub, keep=1)
     send(a, 1)
@@ -397,9 +376,8 @@ def test_write_access_must_be_proven_unless_the_hub_is_silent_and_the_run_is_her
             uploads.check_write(publisher, str(where), resume, lines.append)
 
 
-def test_the_newest_of_a_run_is_taken_from_the_hub_where_the_local_one_is_damaged(tmp_path):
+def test_the_newest_of_a_run_is_taken_from_the_hub_where_the_local_one_is_damaged(hub, tmp_path):
     """Not the one before it, which is intact here: what the Hub holds was trained, and paid."""
-    hub = MemoryHub()
     c, _ = open_folder(tmp_path, publisher=hub)
     send(c, 1, 2)
     c.close()
@@ -415,8 +393,7 @@ def test_a_fresh_start_says_which_other_runs_the_hub_holds(left_behind, tmp_path
     assert "also holds run nova-2" in said and said.endswith("--out_dir=…/nova") and c.newest() is None
 
 
-def test_an_export_is_published_beside_its_report(tmp_path):
-    hub = MemoryHub()
+def test_an_export_is_published_beside_its_report(hub, tmp_path):
     c, _ = open_folder(tmp_path / "checkpoints", publisher=hub)
     shared, _ = state_for(0, 1)
     c.export({"a": shared["model.a"]}, {"d": 1})
@@ -426,9 +403,8 @@ def test_an_export_is_published_beside_its_report(tmp_path):
     assert set(hub.files) == {"model.safetensors", "config.json", "manifest.json", "report.json"}
 
 
-def test_the_newest_goes_first_when_time_is_short(tmp_path):
+def test_the_newest_goes_first_when_time_is_short(hub, tmp_path):
     """It is what the next machine goes on from; a milestone that was saved before it can wait for the next launch."""
-    hub = MemoryHub()
     c, _ = open_folder(tmp_path / "checkpoints", publisher=hub)
     hub.gate.clear()
     save(c, 1, 2, 3, kind="milestone")
