@@ -5,12 +5,12 @@ import json
 import os
 import random
 import threading
+from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from conftest import cpu_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from store import Store
 
@@ -60,28 +60,22 @@ def reference(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def state_for(rank: int, world: int, seed: int = 0, replicas: int = 1) -> tuple[dict, dict]:
     """(shared, own) of a rank: `reference` in shards, beside plain tensors that all ranks hold alike."""
-    mesh = init_device_mesh("cpu", (world,))
-    if replicas > 1:
-        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = cpu_mesh(world, (replicas, world // replicas) if replicas > 1 else None)
+    placements = [Shard(0)] if replicas == 1 else [Replicate(), Shard(0)]
     shared = {}
     for key, value in reference(seed).items():
-        placements = [Shard(0)] if replicas == 1 else [torch.distributed.tensor.Replicate(), Shard(0)]
         as_bytes = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
         local = distribute_tensor(as_bytes, mesh, placements).to_local().clone()
         local = local.view(value.dtype) if value.dtype == torch.float8_e4m3fn else local
-        shared[key] = DTensor.from_local(
-            local, mesh, placements, shape=value.shape, stride=value.stride(), run_check=False
-        )
+        whole = dict(shape=value.shape, stride=value.stride())
+        shared[key] = DTensor.from_local(local, mesh, placements, run_check=False, **whole)
     shared["adamw.step"] = torch.tensor(11.0 + seed)  # 0-dim
     shared["count"] = torch.tensor(7 + seed)
     shared["transposed"] = (torch.arange(12.0) + seed).view(3, 4).t()  # not contiguous
     shared["mask"] = torch.tensor([True, False, seed == 0])
     shared["none"] = torch.empty(0, 3)
-    own = {
-        "codes": torch.full((4 + rank,), (10 * seed + rank) % 256, dtype=torch.uint8),
-        "scale": torch.rand(1)[0] + seed,
-    }
-    return shared, own
+    codes = torch.full((4 + rank,), (10 * seed + rank) % 256, dtype=torch.uint8)
+    return shared, {"codes": codes, "scale": torch.rand(1)[0] + seed}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -94,43 +88,38 @@ def all_bits(state: dict) -> dict[str, bytes]:
     return {k: bits(v) for k, v in state.items()}
 
 
+OPEN = []  # stores that nobody has closed yet
+
+
 def open_folder(folder, rank=0, world=1, **options):
-    """(Store, its log lines)."""
+    """(Store, its log lines). What a test leaves open `one_rank_group` closes."""
     lines = []
-    return Store(str(folder), Ranks(rank, world), log=lines.append, **options), lines
+    c = Store(str(folder), Ranks(rank, world), log=lines.append, **options)
+    OPEN.append(c)
+    plain = c.close
+    c.close = lambda *a, **k: (OPEN.remove(c), plain(*a, **k))[1]
+    return c, lines
+
+
+def save(c, *steps, kind="latest"):
+    """Save steps, whose values depend on the step, one after the other."""
+    for step in steps:
+        tensors = state_for(c.agree.rank, c.agree.world, seed=step)
+        c.save(step, kind, *tensors, {"step": step, "config": {}}, wait=True)
 
 
 def digest_of(folder: str) -> dict[str, str]:
     """{path: sha256} of every file below a folder."""
-    found = {}
-    for root, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(root, name)
-            with open(path, "rb") as f:
-                found[os.path.relpath(path, folder)] = hashlib.sha256(f.read()).hexdigest()
-    return found
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank_group():
-    """The one-rank process group that a run under plain python has."""
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if ours:
-        dist.destroy_process_group()
-
-
-def saved_once(folder, steps=(1,), kind="latest", **options):
-    """A closed folder with a checkpoint of each step, whose values depend on the step."""
-    c, lines = open_folder(folder, **options)
-    for step in steps:
-        c.save(step, kind, *state_for(0, 1, seed=step), {"step": step, "config": {"n": 1}}, wait=True)
+def saved_once(folder, *steps, **options):
+    """A closed folder with a checkpoint of each step."""
+    c, _ = open_folder(folder, **options)
+    save(c, *steps or (1,))
     assert not c.failures
-    receipts = c.poll()
     c.close()
-    return receipts
 
 
 def names_in(folder) -> list[str]:
@@ -141,8 +130,7 @@ def damage(folder: str, rng: random.Random) -> str:
     """One single-bit flip, truncation or appended byte in one file of a checkpoint; says what."""
     file = rng.choice(sorted(digest_of(folder)))
     path = os.path.join(folder, file)
-    size = os.path.getsize(path)
-    kind = rng.choice(["flip", "flip", "flip", "truncate", "append"])
+    size, kind = os.path.getsize(path), rng.choice(["flip", "flip", "flip", "truncate", "append"])
     with open(path, "r+b") as f:
         if kind == "flip":
             at = rng.randrange(size)
@@ -163,8 +151,8 @@ class MemoryHub:
     """A publisher that keeps everything in memory, fails on demand, and notes what was asked of it."""
 
     def __init__(self):
-        self.files, self.calls, self.failing, self.gate = {}, [], 0, threading.Event()
-        self.corrupt = False
+        self.files, self.calls, self.failing, self.corrupt = {}, [], 0, False
+        self.gate = threading.Event()
         self.gate.set()
 
     def _call(self, what):
@@ -177,27 +165,22 @@ class MemoryHub:
     def upload(self, folder, prefix):
         self._call(f"upload {prefix}")
         for name in digest_of(folder):
-            with open(os.path.join(folder, name), "rb") as f:
-                data = f.read()
+            data = Path(folder, name).read_bytes()
             self.files[f"{prefix}/{name}" if prefix else name] = data[:-1] + b"?" if self.corrupt else data
         return {"prefix": prefix, "commit": f"c{len(self.calls)}"}
 
     def list(self, prefix=""):
-        return {
-            k: (len(v), hashlib.sha256(v).hexdigest())
-            for k, v in self.files.items()
-            if not prefix or k.startswith(prefix + "/")
-        }
+        found = {k: v for k, v in self.files.items() if not prefix or k.startswith(prefix + "/")}
+        return {k: (len(v), hashlib.sha256(v).hexdigest()) for k, v in found.items()}
 
     def download(self, prefix, folder):
         self._call(f"download {prefix}")
         assert not os.path.exists(folder)
         for key, data in self.files.items():
             if key.startswith(prefix + "/"):
-                path = os.path.join(folder, key.removeprefix(prefix + "/"))
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as f:
-                    f.write(data)
+                path = Path(folder, key.removeprefix(prefix + "/"))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
 
     def delete(self, prefix):
         self._call(f"delete {prefix}")

@@ -12,6 +12,7 @@ for name in ("HF_TOKEN", "HF_DATASET_REPO", "HF_MODEL_REPO", "DOMAINS", "NOVA_DE
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
@@ -21,6 +22,38 @@ import settings as settings_module  # noqa: E402
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_rank_group():
+    """The one-rank process group that a run under plain python has, and an end for every store of the test."""
+    from checkpoint_tools import OPEN
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    for c in list(OPEN):
+        c.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def quick_retries(monkeypatch, one_rank_group):
+    """Uploads are tried again after milliseconds."""
+    monkeypatch.setattr("store.uploads.Uploads.RETRY", (0.01, 0.02))
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A Hub on loopback with a dataset, me/data, and a model repo, me/model."""
+    import fake_hub
+
+    with fake_hub.FakeHub() as server:
+        for module in ("utils._http", "file_download"):
+            monkeypatch.setattr(f"huggingface_hub.{module}.time", fake_hub.Short())
+        server.commit("datasets/me/data", fake_hub.DATA)
+        server.commit("models/me/model", {"README.md": b"hello"})
+        monkeypatch.setenv("HF_TOKEN", fake_hub.WRITE_TOKEN)
+        yield server
 
 
 def quiet(text):

@@ -2,9 +2,10 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
-from conftest import tiny_settings
+from conftest import quiet, tiny_settings
 from workers import Rank
 
 import data
@@ -30,8 +31,7 @@ def write(root, name: str, array):
 
 
 def describe(root, **metadata):
-    with open(os.path.join(root, "metadata.json"), "w", encoding="utf-8") as f:
-        json.dump({"vocab_size": 1 << 30, **metadata}, f)
+    Path(root, "metadata.json").write_text(json.dumps({"vocab_size": 1 << 30, **metadata}))
 
 
 def dataset(root, length=9, shards=(13, 7, 10), domains=DOMAINS) -> str:
@@ -46,11 +46,9 @@ def dataset(root, length=9, shards=(13, 7, 10), domains=DOMAINS) -> str:
 
 
 def settings(root, **changes):
-    values = dict(
-        data=str(root), vocab_size=None, max_len=8, val_rows=3, eval_rows=3, final_eval_rows=3, sequences_per_step=24,
-        micro_batch=1, shard_refresh_steps=4, seed=7,
-    )  # fmt: skip
-    return tiny_settings(**(values | changes))
+    rows = dict(val_rows=3, eval_rows=3, final_eval_rows=3, sequences_per_step=24, micro_batch=1)
+    where = dict(data=str(root), vocab_size=None, max_len=8, shard_refresh_steps=4, seed=7)
+    return tiny_settings(**(rows | where | changes))
 
 
 class Turns(Rank):
@@ -58,25 +56,22 @@ class Turns(Rank):
 
     def __init__(self, rank: int, world: int, said: list):
         super().__init__(rank, world)
-        self.said, self.heard = said, 0
+        self.said, self.to_hear = said, iter(said)
 
     def broadcast(self, value):
         if self.rank == 0:
             self.said.append(json.loads(json.dumps(value)))
             return value
-        self.heard += 1
-        return self.said[self.heard - 1]
+        return next(self.to_hear)
 
 
 class Crew:
     """All ranks of a run in one process."""
 
-    def __init__(self, s, world=1, state=None, log=lambda text: None, source=None):
-        said, self.s, self.world = [], s, world
-        self.streams = []
-        for r in range(world):
-            agree = Turns(r, world, said)
-            where = text.open_source(s, agree, log) if source is None else source
+    def __init__(self, s, world=1, state=None, log=quiet, source=None):
+        said, self.s, self.streams = [], s, []
+        for agree in (Turns(rank, world, said) for rank in range(world)):
+            where = source or text.open_source(s, agree, log)
             self.streams.append(data.Stream(where, s, agree, log, state))
 
     def step(self, n: int, step: int | None = None) -> list:

@@ -16,6 +16,7 @@ import base64
 import hashlib
 import json
 import os
+import random
 import re
 import socket
 import struct
@@ -23,10 +24,12 @@ import sys
 import threading
 import time
 import urllib.parse
+from concurrent.futures import Future, wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from conftest import quiet
 
 from hub import HubError, HubSource, Publisher
 
@@ -67,15 +70,7 @@ class FakeHub:
         """{path: content} at the newest commit."""
         return {path: self.blobs[blob] for path, blob in self.repos[repo][-1][1].items()}
 
-    def fault(
-        self,
-        pattern: str,
-        kind,
-        times: int = 1,
-        seconds: float = 0.3,
-        headers: dict | None = None,
-        skip: int = 0,
-    ):
+    def fault(self, pattern: str, kind, times=1, seconds=0.3, headers=None, skip=0):
         """The next `times` requests whose "METHOD path" matches, after `skip` that do not, fail with a status (int) or
         one of KINDS:
         reset: connection reset before the answer; lost: the request is carried out, then reset; cut: reset inside the
@@ -84,6 +79,18 @@ class FakeHub:
         assert isinstance(kind, int) or kind in KINDS, kind
         fault = dict(kind=kind, left=times, seconds=seconds, headers=headers or {}, skip=skip)
         self.faults.append({"pattern": re.compile(pattern), **fault})
+
+    def unreliable(self, seed: int, share: float, kinds) -> list:
+        """From now on each request fails with this probability, in one of these ways; those met."""
+        dice, met = random.Random(seed), []
+
+        def take_fault(line):
+            kind = dice.choice(kinds) if dice.random() <= share else None
+            met.extend([kind] if kind else [])
+            return dict(kind=kind, seconds=0.05, headers={})
+
+        self.take_fault = take_fault
+        return met
 
     def requests(self, pattern: str = "") -> list[str]:
         return [line for line in self.log if re.search(pattern, line)]
@@ -230,6 +237,12 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(401, "", "Invalid credentials in Authorization header")
         return role
 
+    def may_write(self, owner: str):
+        if self.role() is None:
+            raise Refused(401, "", "Invalid username or password.")
+        if self.role() != "write" or owner != self.hub.owner:
+            raise Refused(403, "", "Forbidden: you must use a write token to upload to a repository.")
+
     def history(self, repo: str) -> list:
         role = self.role()
         if repo not in self.hub.repos or (repo in self.hub.private and role is None):
@@ -238,19 +251,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def files(self, repo: str, rev: str | None) -> tuple[str, dict]:
         history = self.history(repo)
-        if rev in (None, "main"):
-            return history[-1]
-        for commit in history:
-            if commit[0] == rev:
-                return commit
-        raise Refused(404, "RevisionNotFound", f"Invalid rev id: {rev}")
+        found = [commit for commit in history if rev in (None, "main", commit[0])]
+        if not found:
+            raise Refused(404, "RevisionNotFound", f"Invalid rev id: {rev}")
+        return found[-1]
 
     def must_write(self, repo: str):
         self.history(repo)
-        if self.role() is None:
-            raise Refused(401, "", "Invalid username or password.")
-        if self.role() != "write" or repo.split("/")[-2] != self.hub.owner:
-            raise Refused(403, "", "Forbidden: you must use a write token to upload to a repository.")
+        self.may_write(repo.split("/")[-2])
 
     def entry(self, path: str, blob: str) -> dict:
         content = self.hub.blobs[blob]
@@ -270,8 +278,7 @@ class Handler(BaseHTTPRequestHandler):
         wanted = json.loads(self.body)
         owner = wanted.get("organization") or self.hub.owner
         repo = f"{wanted.get('type') or 'model'}s/{owner}/{wanted['name']}"
-        if self.role() != "write" or owner != self.hub.owner:
-            raise Refused(403, "", "You don't have the rights to create a repo under this namespace")
+        self.may_write(owner)
         url = f"{self.hub.url}/{repo.removeprefix('models/')}"
         if repo in self.hub.repos:
             return self.reply({"url": url, "error": "You already created this repo"}, 409)
@@ -283,10 +290,8 @@ class Handler(BaseHTTPRequestHandler):
     def repo_info(self, repo, rev):
         sha, files = self.files(repo, rev)
         name = repo.split("/", 1)[1]
-        siblings = [{"rfilename": path} for path in sorted(files)]
-        self.reply(
-            {"_id": "0", "id": name, "modelId": name, "sha": sha, "private": False, "siblings": siblings}
-        )
+        info = dict(_id="0", id=name, modelId=name, sha=sha, private=False)
+        self.reply({**info, "siblings": [{"rfilename": path} for path in sorted(files)]})
 
     def tree(self, repo, rev, folder):
         sha, files = self.files(repo, rev)
@@ -325,12 +330,9 @@ class Handler(BaseHTTPRequestHandler):
         if len(files[path]) == 64:
             headers.update(X_Linked_Etag=f'"{files[path]}"', X_Linked_Size=len(content))
             if self.hub.cdn:
-                headers["Location"] = (
-                    f"{self.hub.url}/_cdn/{files[path]}?X-Amz-Signature=canarySignature".replace(
-                        "127.0.0.1", "localhost"
-                    )
-                )
-                return self.reply(b"", 302, **headers)
+                cdn = self.hub.url.replace("127.0.0.1", "localhost")
+                signed = f"{cdn}/_cdn/{files[path]}?X-Amz-Signature=canarySignature"
+                return self.reply(b"", 302, Location=signed, **headers)
         self.ranged(content, headers)
 
     def cdn(self, oid):
@@ -350,9 +352,8 @@ class Handler(BaseHTTPRequestHandler):
         self.must_write(repo)
         _, files = self.files(repo, rev)
         answer = []
-        for file in json.loads(self.body)["files"]:
-            mode = "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular"
-            path = file["path"]
+        for path in (file["path"] for file in json.loads(self.body)["files"]):
+            mode = "lfs" if path.endswith(LFS_SUFFIXES) else "regular"
             answer.append(dict(path=path, uploadMode=mode, shouldIgnore=False, oid=files.get(path)))
         self.reply({"files": answer})
 
@@ -400,9 +401,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise Refused(400, "BadRequest", f"operation {key}")
         with self.hub.lock:
             if parent and parent != self.hub.repos[repo][-1][0]:
-                raise Refused(
-                    412, "PreconditionFailed", "A commit has happened since. Please refresh and try again."
-                )
+                raise Refused(412, "PreconditionFailed", "A commit has happened since. Please try again.")
             sha = self.hub.commit(repo, changes)
         self.reply({"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{repo}/commit/{sha}"})
 
@@ -410,20 +409,9 @@ class Handler(BaseHTTPRequestHandler):
 # --- what the tests of hub.py share ------------------------------------------------------------------------------
 SHARDS = {f"data/code/{i}.npy": bytes([i]) * 1000 + b"tail" for i in range(4)}
 DATA = {"metadata.json": b'{"vocab_size": 257}', "data/math/a.npy": b"m" * 500, **SHARDS}
-CHECKPOINT = {
-    "w.safetensors": b"w" * 4000,
-    "shard/o.safetensors": b"o" * 3000,
-    "manifest.json": b'{"step": 7}',
-}
-
-
-READS = {
-    "revision": "GET .*/revision/main",
-    "list": "GET .*/tree/",
-    "look up": "POST .*/paths-info/",
-    "head": "HEAD .*/resolve/",
-    "get": "GET .*/resolve/",
-}
+CHECKPOINT = {"w.safetensors": b"w" * 4000, "shard/o.safetensors": b"o" * 3000, "manifest.json": b"{}"}
+READS = {"revision": "GET .*/revision/main", "list": "GET .*/tree/", "look up": "POST .*/paths-info/",
+         "head": "HEAD .*/resolve/", "get": "GET .*/resolve/"}  # fmt: skip
 
 
 class Short:
@@ -436,35 +424,12 @@ class Short:
         time.sleep(min(seconds, 0.01))
 
 
-@pytest.fixture(autouse=True, name="short_waits")
-def fixture_short_waits(monkeypatch):
-    import huggingface_hub.file_download
-    import huggingface_hub.utils._http
-
-    monkeypatch.setattr(huggingface_hub.utils._http, "time", Short())
-    monkeypatch.setattr(huggingface_hub.file_download, "time", Short())
+def source(server, cache, patience=20.0, log=quiet, **options) -> HubSource:
+    options |= dict(endpoint=server.url, patience=patience, log=log, first_wait=0.01)
+    return HubSource("me/data", str(cache), **options)
 
 
-@pytest.fixture(name="server")
-def fixture_server(monkeypatch):
-    with FakeHub() as server:
-        server.commit("datasets/me/data", DATA)
-        server.commit("models/me/model", {"README.md": b"hello"})
-        monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
-        yield server
-
-
-def no_log(text):
-    pass
-
-
-def source(server, cache, patience=20.0, log=no_log, **options) -> HubSource:
-    return HubSource(
-        "me/data", str(cache), endpoint=server.url, patience=patience, log=log, first_wait=0.01, **options
-    )
-
-
-def publisher(server, repo="me/model", patience=20.0, log=no_log) -> Publisher:
+def publisher(server, repo="me/model", patience=20.0, log=quiet) -> Publisher:
     return Publisher(repo, log, patience, endpoint=server.url, first_wait=0.01)
 
 
@@ -481,21 +446,17 @@ def files_below(folder) -> dict[str, bytes]:
 
 def in_time(call, seconds=30):
     """call()'s result, or its exception; a failure if it hangs (`seconds` is far beyond what any call here takes)."""
-    result = []
+    result = Future()
 
     def body():
         try:
-            result.append((call(), None))
+            result.set_result(call())
         except BaseException as error:
-            result.append((None, error))
+            result.set_exception(error)
 
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it hangs"
-    if result[0][1] is not None:
-        raise result[0][1]
-    return result[0][0]
+    threading.Thread(target=body, daemon=True).start()
+    assert wait([result], seconds).done, "it hangs"
+    return result.result()
 
 
 def outcome(call) -> HubError:

@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -20,16 +21,12 @@ import tempfile
 import time
 import traceback
 
-sys.path[:0] = [
-    os.path.dirname(os.path.abspath(__file__)),
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-]
+import checkpoint_tools  # by way of conftest it makes the product's files importable
+import torch
+import torch.distributed as dist
+from checkpoint_tools import all_bits, digest_of, names_in, open_folder, state_for
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from checkpoint_tools import all_bits, digest_of, open_folder, state_for  # noqa: E402
-
-import store as product  # noqa: E402
+import store as product
 
 REAL_OPEN = io.open
 COUNTER = {"now": 0, "kill": None}
@@ -87,9 +84,9 @@ def watch():
     io.open = builtins.open = watched_open
 
 
-def forked(function, world: int, patience: float = 60.0, victim: int | None = None) -> list:
-    """Run function(rank, world) in forked processes of one group; [its JSON value, or None where it died]."""
-    store = tempfile.mktemp()
+def forked(function, world: int, *arguments, dies: int | None = None) -> list:
+    """Run function(rank, world, *arguments) in forked processes of one group; [its JSON value, or None where it died]."""
+    meeting = tempfile.mktemp()
     pipes, children = [], []
     for rank in range(world):
         reader, writer = os.pipe()
@@ -97,10 +94,9 @@ def forked(function, world: int, patience: float = 60.0, victim: int | None = No
         if pid == 0:
             try:
                 os.close(reader)
-                dist.init_process_group(
-                    "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world
-                )
-                answer = {"value": function(rank, world)}
+                store = dist.FileStore(meeting, world)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+                answer = {"value": function(rank, world, *arguments)}
             except BaseException:
                 answer = {"error": traceback.format_exc()}
             os.write(writer, json.dumps(answer).encode())
@@ -108,80 +104,65 @@ def forked(function, world: int, patience: float = 60.0, victim: int | None = No
         os.close(writer)
         pipes.append(reader)
         children.append(pid)
-    if victim is not None:
-        os.waitpid(children[victim], 0)
+    if dies is not None:
+        os.waitpid(children[dies], 0)
         time.sleep(0.05)
         for rank, pid in enumerate(children):
-            if rank != victim:
+            if rank != dies:
                 os.kill(pid, signal.SIGKILL)
     answers = []
     for rank, (reader, pid) in enumerate(zip(pipes, children, strict=True)):
-        data = b""
-        while block := os.read(reader, 65536):
-            data += block
-        os.close(reader)
-        if rank != victim:
+        with os.fdopen(reader, "rb") as pipe:
+            data = pipe.read()
+        if rank != dies:
             os.waitpid(pid, 0)
         answer = json.loads(data) if data else {"value": None}
         if "error" in answer:
             raise RuntimeError(answer["error"])
         answers.append(answer["value"])
-    if os.path.exists(store):
-        os.unlink(store)
+    pathlib.Path(meeting).unlink(missing_ok=True)
     return answers
 
 
-def save(folder, step):
+def save(rank, world, folder, step):
     """Save one step. keep=1: the save also deletes its predecessor."""
-
-    def work(rank, world):
-        c, _ = open_folder(folder, rank, world, keep=1)
-        c.save(step, "latest", *state_for(rank, world, seed=step), {"step": step}, wait=True)
-        c.close()
-        return c.failures
-
-    return work
+    c, _ = open_folder(folder, rank, world, keep=1)
+    checkpoint_tools.save(c, step)
+    c.close()
+    return c.failures
 
 
-def save_killed(folder, step, victim, at):
-    def work(rank, world):
-        c, _ = open_folder(folder, rank, world, keep=1)
-        watch()
-        COUNTER.update(now=0, kill=at if rank == victim else None)
-        c.save(step, "latest", *state_for(rank, world, seed=step), {"step": step}, wait=True)
-        return COUNTER["now"]
-
-    return work
+def save_killed(rank, world, folder, step, victim, at):
+    c, _ = open_folder(folder, rank, world, keep=1)
+    watch()
+    COUNTER.update(now=0, kill=at if rank == victim else None)
+    checkpoint_tools.save(c, step)
+    return COUNTER["now"]
 
 
-def resume(folder):
+def resume(rank, world, folder):
     """What the next start finds: (step, are the bits that step's, how many leftovers)."""
-
-    def work(rank, world):
-        c, lines = open_folder(folder, rank, world, keep=1)
-        shared, own = state_for(rank, world, seed=90)
-        state, own_loaded = c.load(c.newest(), shared, own)
-        expected, _ = state_for(rank, world, seed=state["step"])
-        left = [n for n in os.listdir(folder) if n.startswith(".tmp-") or n.endswith(".tmp")]
-        left += [line for line in lines if "DAMAGED" in line]
-        for name in os.listdir(folder):
-            if name.startswith("step-"):  # whatever has the name of a checkpoint is one
-                product.verify(os.path.join(folder, name))
-        c.close()
-        return state["step"], all_bits(shared) == all_bits(expected) and own_loaded, left
-
-    return work
+    c, lines = open_folder(folder, rank, world, keep=1)
+    shared, own = state_for(rank, world, seed=90)
+    state, own_loaded = c.load(c.newest(), shared, own)
+    expected, _ = state_for(rank, world, seed=state["step"])
+    left = [n for n in os.listdir(folder) if n.startswith(".tmp-") or n.endswith(".tmp")]
+    left += [line for line in lines if "DAMAGED" in line]
+    for name in names_in(folder):  # whatever has the name of a checkpoint is one
+        product.verify(os.path.join(folder, name))
+    c.close()
+    return state["step"], all_bits(shared) == all_bits(expected) and own_loaded, left
 
 
 def warm_up(base):
     """Import here what a save and a load import on their first use, so that the children need not, each again."""
 
-    def modules(rank, world):
-        save(os.path.join(base, "warm"), 1)(rank, world)
-        resume(os.path.join(base, "warm"))(rank, world)
+    def modules(rank, world, folder):
+        save(rank, world, folder, 1)
+        resume(rank, world, folder)
         return sorted(sys.modules)
 
-    for name in set(forked(modules, 1)[0]) - set(sys.modules):
+    for name in set(forked(modules, 1, os.path.join(base, "warm"))[0]) - set(sys.modules):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 
@@ -191,39 +172,30 @@ def main(world: int, victim: int, count: int) -> dict:
     base = tempfile.mkdtemp(prefix="kill-points-")
     warm_up(base)
     first = os.path.join(base, "first")
-    assert forked(save(first, 1), world) == [[]] * world
-    copy = os.path.join(base, "dry")
-    shutil.copytree(first, copy)
-    total = forked(save_killed(copy, 2, victim, 0), world)[victim]
+    assert forked(save, world, first, 1) == [[]] * world
+    dry = shutil.copytree(first, os.path.join(base, "dry"))
+    total = forked(save_killed, world, dry, 2, victim, 0)[victim]
     points = list(range(1, total + 1))
     if count:
         count = min(count, total)  # evenly spread: some fall into each part of a save
         points = [int((i + random.Random(i).random()) * total / count) + 1 for i in range(count)]
     found, bad = {1: 0, 2: 0}, []
     for at in points:
-        folder = os.path.join(base, f"at{at}")
-        shutil.copytree(first, folder)
+        folder = shutil.copytree(first, os.path.join(base, f"at{at}"))
         before = digest_of(first)
-        forked(save_killed(folder, 2, victim, at), world, victim=victim)
-        answers = forked(resume(folder), world)
+        forked(save_killed, world, folder, 2, victim, at, dies=victim)
+        answers = forked(resume, world, folder)
         step, right, left = answers[0]
-        others_unchanged = step == 2 or all(
-            digest_of(folder).get(f) == h for f, h in before.items() if f.startswith("step-")
-        )
+        older = {item for item in before.items() if item[0].startswith("step-")}
+        others_unchanged = step == 2 or older <= digest_of(folder).items()
         if not (right and not left and others_unchanged and all(a == answers[0] for a in answers)):
             bad.append([at, answers, others_unchanged])
         found[step] += 1
-        if forked(save(folder, 3), world) != [[]] * world or forked(resume(folder), world)[0][0] != 3:
+        if forked(save, world, folder, 3) != [[]] * world or forked(resume, world, folder)[0][0] != 3:
             bad.append([at, "the run could not go on"])
         shutil.rmtree(folder)
     shutil.rmtree(base)
-    return {
-        "points": total,
-        "tried": len(points),
-        "resumed_old": found[1],
-        "resumed_new": found[2],
-        "bad": bad,
-    }
+    return dict(points=total, tried=len(points), resumed_old=found[1], resumed_new=found[2], bad=bad)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ SHARD = "data/code/001.npy"
 
 
 def case(*expected, **changes):
-    """A harm, done to the dataset at `root`; `changes` are settings; it may return more of them."""
+    """A harm, done to the dataset at `root`; `changes` are settings, and so is a dictionary that it returns."""
 
     def add(harm):
         CASES[harm.__name__] = (harm, expected, changes)
@@ -125,20 +125,49 @@ WRONG_METADATA = {
     "eot_outside_the_vocabulary": ({"vocab_size": 257, "eot": 300}, "eot=300", "below vocab_size=257"),
     "bytes_with_too_few_ids": ({"vocab_size": 65, "tokenizer": "bytes"}, "tokenizer 'bytes'", "at least 256, not 65"),
 }  # fmt: skip
+WRONG_FOLDERS = {  # what is removed, what is put there, and what the message must hold
+    "a_folder_named_npy": ([SHARD], {f"{SHARD}/x": b""}, SHARD, "is a folder", "rename"),
+    "nothing_left_to_hold_out": (
+        [], {f"data/code/00{k}.npy": rows(k, 1, 9) for k in range(3)},
+        "domain code", "data/code/000.npy", "one sample", "smaller max_len",
+    ),
+    "no_data_folder": (["data"], {}, "no such folder", "python data.py pack"),
+    "nanogpt_folder": (
+        ["data"], {"train.bin": b"\1\0" * 500, "val.bin": b"\1\0" * 50},
+        "nanoGPT", "python data.py pack OUT --vocab_size=50257 code=", "*.bin", "data=OUT",
+    ),
+    "modded_nanogpt_bins": (
+        ["data/code"], {"data/code/fineweb_train_000001.bin": b"\0" * 1024},
+        "modded-nanogpt", "python data.py pack", "data/code/*.bin",
+    ),
+    "text_instead_of_shards": (
+        ["data/code"], {"data/code/book.txt": b"Once upon a time"},
+        ".txt files", "python data.py pack OUT code=", "*.txt",
+    ),
+    "only_validation_shards": (
+        ["data/code"], {f"data/code/val{k}.npy": rows(9 * k, 9, 9) for k in range(3)},
+        "domain code", "data/code/val0.npy", "named val", "nothing to train on",
+    ),
+    "a_name_with_backslashes": (
+        [], {"data/code/a\\..\\x.npy": rows(0, 9, 9)}, "x.npy", "not of the form data/code/NAME.npy", "rename it",
+    ),
+    "metadata_missing": (["metadata.json"], {}, "metadata.json is missing", "set vocab_size"),
+}  # fmt: skip
+
+
+def exchange(root, gone, there):
+    for path in (os.path.join(root, name) for name in gone):
+        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+    for name, content in there.items():
+        (put if isinstance(content, bytes) else write)(root, name, content)
+
+
 for name, (content, *expected) in WRONG_SHARDS.items():
-    place = put if isinstance(content, bytes) else write
-    CASES[name] = (lambda root, place=place, c=content: place(root, SHARD, c), (SHARD, *expected), {})
+    CASES[name] = (lambda root, c=content: exchange(root, [], {SHARD: c}), (SHARD, *expected), {})
+for name, (gone, there, *expected) in WRONG_FOLDERS.items():
+    CASES[name] = (lambda root, gone=gone, there=there: exchange(root, gone, there), expected, {})
 for name, (content, *expected) in WRONG_METADATA.items():
     CASES[name] = (lambda root, c=content: meta(root, c), ("metadata.json", *expected), {})
-
-
-# --- more than one file ---------------------------------------------------------------------------------------------
-
-
-@case(SHARD, "is a folder", "rename")
-def a_folder_named_npy(root):
-    os.unlink(f"{root}/{SHARD}")
-    os.makedirs(f"{root}/{SHARD}")
 
 
 @case("001.npy", "no such file", "restore")
@@ -147,22 +176,11 @@ def a_dangling_link(root):
     os.symlink("/nowhere/else.npy", f"{root}/{SHARD}")
 
 
-@case("domain code", "data/code/000.npy", "one sample", "smaller max_len")
-def nothing_left_to_hold_out(root):
-    for k in range(3):
-        write(root, f"data/code/{k:03d}.npy", rows(k, 1, 9))
-
-
-# --- ids -----------------------------------------------------------------------------------------------------------
-
-
 @case(SHARD, "row 4 column 2", "token id 300", "vocabulary of 257", "metadata.json", domains=["code"])
 def id_outside_the_vocabulary(root):
     for k in range(3):
         write(root, f"data/code/{k:03d}.npy", np.ones((9, 9), "uint16"))
-    array = np.ones((9, 9), "uint16")
-    array[4, 2] = 300
-    write(root, SHARD, array)
+    write(root, SHARD, changed(np.ones((9, 9), "uint16"), (4, 2), 300))
     meta(root, {"vocab_size": 257})
 
 
@@ -173,48 +191,25 @@ def another_vocabulary(root):
     meta(root, {"vocab_size": 257})
 
 
-# --- folders and domains -------------------------------------------------------------------------------------------
-
-
-@case(
-    "domain",
-    "did you mean 'reasoning'?",
-    "code, general, math, reasoning",
-    "set domains",
-    domains=["code", "reasonning"],
-)
-def misspelt_domain(root):
-    pass
-
-
-@case("' math'", "domains", domains=["code", " math"])
-def domain_with_a_space(root):
-    pass
-
-
-@case("twice", "domain_weights", "code, math, code")
-def duplicate_domains(root):
-    return dict(raw_domains=["code", "math", "code"])
-
-
-@case("domains is empty", "name at least one")
-def no_domains(root):
-    return dict(raw_domains=[])
-
-
-@case("'../../etc'", "not the name of a folder", domains=["../../etc"])
-def domain_that_leaves_the_folder(root):
-    pass
-
-
-@case("domain_weights=[1, 0, 1, 1]", "positive integer")
-def weight_of_zero(root):
-    return dict(raw_weights=[1, 0, 1, 1])
-
-
-@case("domain_weights", "100,000", "round them")
-def weights_beyond_a_cycle(root):
-    return dict(raw_weights=[99_991, 99_989, 1, 1])
+WRONG_SETTINGS = {  # raw_: past the check of settings.py, as from another program
+    "misspelt_domain": (
+        dict(domains=["code", "reasonning"]),
+        "domain", "did you mean 'reasoning'?", "code, general, math, reasoning", "set domains",
+    ),
+    "domain_with_a_space": (dict(domains=["code", " math"]), "' math'", "domains"),
+    "duplicate_domains": (dict(raw_domains=["code", "math", "code"]), "twice", "domain_weights", "code, math, code"),
+    "no_domains": (dict(raw_domains=[]), "domains is empty", "name at least one"),
+    "domain_that_leaves_the_folder": (dict(domains=["../../etc"]), "'../../etc'", "not the name of a folder"),
+    "weight_of_zero": (dict(raw_weights=[1, 0, 1, 1]), "domain_weights=[1, 0, 1, 1]", "positive integer"),
+    "weights_beyond_a_cycle": (dict(raw_weights=[99_991, 99_989, 1, 1]), "domain_weights", "100,000", "round them"),
+    "missing_folder": (dict(data="/nowhere/at/all"), "no such folder", "owner/name"),
+    "a_name_that_is_neither_folder_nor_repo": (dict(data="mydata"), "no such folder", "owner/name"),
+    "metadata_contradicts_the_setting": (
+        dict(vocab_size=257), "vocab_size=1073741824 contradicts vocab_size=257 (test)", "leave the setting out",
+    ),
+}  # fmt: skip
+for name, (changes, *expected) in WRONG_SETTINGS.items():
+    CASES[name] = (lambda root, changes=changes: changes, expected, {})
 
 
 @case("data/code", "no .npy shard", "pack")
@@ -223,72 +218,9 @@ def empty_domain(root):
     os.makedirs(f"{root}/data/code")
 
 
-@case("no such folder", "python data.py pack")
-def no_data_folder(root):
-    shutil.rmtree(f"{root}/data")
-
-
-@case("no such folder", "owner/name", data="/nowhere/at/all")
-def missing_folder(root):
-    pass
-
-
-@case("no such folder", "owner/name", data="mydata")
-def a_name_that_is_neither_folder_nor_repo(root):
-    pass
-
-
 @case("is a file", "name the folder")
 def a_file_instead_of_a_folder(root):
     return dict(data=f"{root}/{SHARD}")
-
-
-@case("nanoGPT", "python data.py pack OUT --vocab_size=50257 code=", "*.bin", "data=OUT")
-def nanogpt_folder(root):
-    shutil.rmtree(f"{root}/data")
-    put(root, "train.bin", np.arange(500, dtype="uint16").tobytes())
-    put(root, "val.bin", np.arange(50, dtype="uint16").tobytes())
-
-
-@case("modded-nanogpt", "python data.py pack", "data/code/*.bin")
-def modded_nanogpt_bins(root):
-    for k in range(3):
-        os.unlink(f"{root}/data/code/{k:03d}.npy")
-    put(root, "data/code/fineweb_train_000001.bin", b"\0" * 1024)
-
-
-@case(".txt files", "python data.py pack OUT code=", "*.txt")
-def text_instead_of_shards(root):
-    for k in range(3):
-        os.unlink(f"{root}/data/code/{k:03d}.npy")
-    put(root, "data/code/book.txt", b"Once upon a time")
-
-
-@case("domain code", "data/code/val0.npy", "named val", "nothing to train on")
-def only_validation_shards(root):
-    for k in range(3):
-        os.rename(f"{root}/data/code/{k:03d}.npy", f"{root}/data/code/val{k}.npy")
-
-
-@case("x.npy", "not of the form data/code/NAME.npy", "rename it")
-def a_name_with_backslashes(root):
-    np.save(f"{root}/data/code/a\\..\\x.npy", rows(0, 9, 9))
-
-
-# --- metadata.json -------------------------------------------------------------------------------------------------
-
-
-@case("metadata.json is missing", "set vocab_size")
-def metadata_missing(root):
-    os.unlink(f"{root}/metadata.json")
-
-
-@case("vocab_size=1073741824 contradicts vocab_size=257 (test)", "leave the setting out", vocab_size=257)
-def metadata_contradicts_the_setting(root):
-    pass
-
-
-# --- the check -----------------------------------------------------------------------------------------------------
 
 
 def run_case(name: str, root) -> BaseException | None:
@@ -297,9 +229,8 @@ def run_case(name: str, root) -> BaseException | None:
     dataset(root)
     more = harm(str(root))
     more = more if isinstance(more, dict) else {}
-    changes = {k: v for k, v in changes.items()} | {k: v for k, v in more.items() if not k.startswith("raw_")}
-    s = settings(root, **changes)
-    s.domains = more.get("raw_domains", s.domains)  # past the check of settings.py, as from another program
+    s = settings(root, **changes | {k: v for k, v in more.items() if not k.startswith("raw_")})
+    s.domains = more.get("raw_domains", s.domains)
     s.domain_weights = more.get("raw_weights", s.domain_weights)
     try:
         Crew(s).run(range(12))
@@ -368,10 +299,8 @@ def test_unreadable_files_and_folders_say_chmod(tmp_path):
     folder = tempfile.mkdtemp(prefix="nova-test-")
     try:
         os.chmod(folder, 0o755)
-        harmed = {
-            n: dataset(os.path.join(folder, str(i)))
-            for i, n in enumerate((SHARD, "data/code", "metadata.json"))
-        }
+        names = (SHARD, "data/code", "metadata.json")
+        harmed = {name: dataset(os.path.join(folder, str(i))) for i, name in enumerate(names)}
         for name, root in harmed.items():
             os.chmod(os.path.join(root, name), 0)
         command = [sys.executable, __file__, "as-user", *harmed.values()]
@@ -383,8 +312,6 @@ def test_unreadable_files_and_folders_say_chmod(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- bad text for the packer ---------------------------------------------------------------------------------------
-
 PACK = {
     "no_such_file": (["code=*.nothing"], ("*.nothing", "no such file", "quote")),
     "no_equals_sign": (["code"], ("'code'", "domain=GLOB")),
@@ -393,26 +320,20 @@ PACK = {
     "compressed": (["code=a.gz"], ("a.gz", ".gz files are not read")),
     "parquet": (["code=a.parquet"], ("a.parquet", ".parquet")),
     "bad_jsonl": (["code=bad.jsonl"], ("bad.jsonl line 2", "not JSON")),
-    "jsonl_field": (
-        ["code=good.jsonl", "--field=content"],
-        ("good.jsonl line 1", "'content'", "has text, id", "--field"),
-    ),
+    "jsonl_field": (["code=good.jsonl", "--field=content"], ("good.jsonl line 1", "'content'", "has text, id", "--field")),
     "jsonl_later": (["code=later.jsonl"], ("later.jsonl line 3", "not JSON")),
     "jsonl_first": (["code=first.jsonl"], ("first.jsonl line 1:", "'text'", "has id")),
     "jsonl_list": (["code=list.jsonl"], ("list.jsonl line 1", "list")),
     "bins_and_text": (["code=a.bin", "math=a.txt"], (".bin", "apart from text")),
     "bin_without_vocabulary": (["code=a.bin"], ("--vocab_size",)),
     "bin_id_too_large": (["code=a.bin", "--vocab_size=100"], ("a.bin", "token 100 has id 100", "50257")),
-    "bin_truncated": (
-        ["code=modded.bin", "--vocab_size=100"],
-        ("modded.bin", "1100 bytes", "1224 are expected"),
-    ),
+    "bin_truncated": (["code=modded.bin", "--vocab_size=100"], ("modded.bin", "1100 bytes", "1224 are expected")),
     "bin_odd": (["code=odd.bin", "--vocab_size=100"], ("odd.bin", "truncated")),
     "no_tokenizer": (["code=a.txt", "--tokenizer=none.json"], ("none.json", "no such file")),
     "nothing_in_it": (["code=empty.txt"], ("code", "empty.txt", "nothing to pack")),
     "all_held_out": (["code=val.bin", "--vocab_size=500"], ("code", "val.bin", "nothing to train on")),
     "val_share": (["code=a.txt", "--val=0.9"], ("--val", "0.5")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(4))

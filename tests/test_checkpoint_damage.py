@@ -4,28 +4,21 @@ import json
 import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_tools import (
-    all_bits,
-    damage,
-    digest_of,
-    names_in,
-    one_rank_group,  # noqa: F401 (a fixture)
-    open_folder,
-    saved_once,
-    state_for,
-)
+from checkpoint_tools import all_bits, damage, digest_of, names_in, open_folder, save, saved_once, state_for
 from workers import run
 
 from store import CheckpointError, sealed
 
+pytestmark = pytest.mark.usefixtures("one_rank_group")
+
 
 @pytest.mark.parametrize(
-    "count",
-    [60, pytest.param(250, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.drill)],
+    "count", [60, pytest.param(250, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.drill)]
 )
 def test_flips_and_truncations_are_refused(tmp_path, count):
     """Any file, the manifest and state.json included; then the intact one is still accepted."""
@@ -50,33 +43,27 @@ def test_flips_and_truncations_are_refused(tmp_path, count):
 def test_every_bit_of_a_manifest_counts(tmp_path):
     """All single-bit flips of the manifest: it proves itself too."""
     saved_once(tmp_path)
-    folder = str(tmp_path / names_in(tmp_path)[0])
-    path = os.path.join(folder, "manifest.json")
-    with open(path, "rb") as f:
-        good = f.read()
+    manifest = tmp_path / names_in(tmp_path)[0] / "manifest.json"
+    good = manifest.read_bytes()
     for at in range(len(good)):
         for bit in {at % 8, 7 - at % 8, 0} if at % 3 == 0 else {at % 8}:
-            with open(path, "wb") as f:
-                f.write(good[:at] + bytes([good[at] ^ (1 << bit)]) + good[at + 1 :])
+            manifest.write_bytes(good[:at] + bytes([good[at] ^ (1 << bit)]) + good[at + 1 :])
             with pytest.raises(CheckpointError):
-                sealed.verify(folder)
+                sealed.verify(str(manifest.parent))
 
 
 def damaged_scenario(rank, world, folder):
     """Saves steps 1 to 3, then flips one bit in each file of the newest in turn: what each fallback gave."""
     c, _ = open_folder(folder, rank, world, keep=3)
-    for step in (1, 2, 3):
-        c.save(step, "latest", *state_for(rank, world, seed=step), {"step": step}, wait=True)
+    save(c, 1, 2, 3)
     c.close()
-    newest, results = names_in(folder)[-1], []
-    for file in sorted(digest_of(os.path.join(folder, newest))):
-        path = os.path.join(folder, newest, file)
-        with open(path, "rb") as f:
-            good = f.read()
+    newest, results = Path(folder, names_in(folder)[-1]), []
+    aside = newest.with_name("damaged-" + newest.name)
+    for path in sorted(newest / file for file in digest_of(newest)):
+        good = path.read_bytes()
         dist.barrier()
         if rank == 0:
-            with open(path, "wb") as f:
-                f.write(good[:-1] + bytes([good[-1] ^ 1]))
+            path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         dist.barrier()
         c, lines = open_folder(folder, rank, world, keep=3)
         shared, own = state_for(rank, world, seed=77)
@@ -85,11 +72,9 @@ def damaged_scenario(rank, world, folder):
         results.append((state["step"], own_loaded, same, sum("DAMAGED" in line for line in lines)))
         c.close()
         if rank == 0:
-            aside = os.path.join(folder, "damaged-" + newest)
-            if os.path.exists(aside):
-                os.rename(aside, os.path.join(folder, newest))
-            with open(path, "wb") as f:
-                f.write(good)
+            if aside.exists():
+                aside.rename(newest)
+            path.write_bytes(good)
         dist.barrier()
     return results
 
@@ -101,7 +86,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before_loudly(tmp_path):
 
 
 def test_when_all_are_damaged_the_run_stops_and_starts_nothing_over(tmp_path):
-    saved_once(tmp_path, steps=(1, 2))
+    saved_once(tmp_path, 1, 2)
     for name in names_in(tmp_path):
         damage(str(tmp_path / name), random.Random(name))
     before = sorted(digest_of(tmp_path).values())
@@ -116,90 +101,58 @@ def test_when_all_are_damaged_the_run_stops_and_starts_nothing_over(tmp_path):
     assert len([v for v in after.values() if v in before]) >= len(before) - 2
 
 
-def make_bad(target, good, how):
-    """Turn the checkpoint `target` into something that has its name and is none."""
-    if how in ("empty", "a file", "another's copy"):
-        shutil.rmtree(target)
-    if how == "empty":
-        os.mkdir(target)
-    elif how == "another's copy":
-        shutil.copytree(good, target)
-    elif how == "a file":
-        with open(target, "w") as f:
-            f.write("not a folder")
-    else:
-        manifest = os.path.join(target, "manifest.json")
-        tensors = os.path.join(target, "tensors")
-        shard = os.path.join(tensors, os.listdir(tensors)[0])
-        if how == "no manifest":
-            os.unlink(manifest)
-        elif how == "manifest is a list":
-            with open(manifest, "w") as f:
-                f.write("[]")
-        elif how == "manifest is empty":
-            open(manifest, "w").close()
-        elif how == "manifest is deep":
-            with open(manifest, "w") as f:
-                f.write("[" * 100_000)
-        elif how == "manifest without seal":
-            with open(manifest) as f:
-                data = json.load(f)
-            data["step"] = 10
-            with open(manifest, "w") as f:
-                json.dump(data, f, indent=1, sort_keys=True)
-        elif how == "file missing":
-            os.unlink(shard)
-        elif how == "file added":
-            shutil.copy(shard, os.path.join(tensors, "rank-00002.safetensors"))
-        elif how == "files exchanged":
-            shutil.copy(os.path.join(target, "state.json"), shard)
-        elif how == "dangling link":
-            os.unlink(shard)
-            os.symlink("/nowhere", shard)
-        elif how == "link to the same bytes":
-            os.rename(shard, shard + ".elsewhere")
-            shutil.move(shard + ".elsewhere", os.path.join(os.path.dirname(target), "elsewhere"))
-            os.symlink(os.path.join(os.path.dirname(target), "elsewhere"), shard)
+def without_seal(manifest):
+    other = {**json.loads(manifest.read_text()), "step": 10}
+    manifest.write_text(json.dumps(other, indent=1, sort_keys=True))
 
 
-BAD = "empty|a file|no manifest|manifest is a list|manifest is empty|manifest is deep|manifest without seal|file missing"
-BAD = [
-    *BAD.split("|"),
-    "file added",
-    "files exchanged",
-    "dangling link",
-    "link to the same bytes",
-    "another's copy",
-]
+def link_to_the_same_bytes(shard, elsewhere):
+    shard.rename(elsewhere)
+    shard.symlink_to(elsewhere)
+
+
+BAD = {  # what makes of the checkpoint b, with its manifest m and shard s, something that has its name and is none
+    "empty": lambda b, m, s: (shutil.rmtree(b), b.mkdir()),
+    "a file": lambda b, m, s: (shutil.rmtree(b), b.write_text("not a folder")),
+    "no manifest": lambda b, m, s: m.unlink(),
+    "manifest is a list": lambda b, m, s: m.write_text("[]"),
+    "manifest is empty": lambda b, m, s: m.write_text(""),
+    "manifest is deep": lambda b, m, s: m.write_text("[" * 100_000),
+    "manifest without seal": lambda b, m, s: without_seal(m),
+    "file missing": lambda b, m, s: s.unlink(),
+    "file added": lambda b, m, s: shutil.copy(s, s.with_name("rank-00002.safetensors")),
+    "files exchanged": lambda b, m, s: shutil.copy(b / "state.json", s),
+    "dangling link": lambda b, m, s: (s.unlink(), s.symlink_to("/nowhere")),
+    "link to the same bytes": lambda b, m, s: link_to_the_same_bytes(s, b.with_name("elsewhere")),
+    "another's copy": lambda b, m, s: (shutil.rmtree(b), shutil.copytree(min(b.parent.glob("step-*")), b)),
+}
 
 
 @pytest.mark.parametrize("how", BAD)
 def test_a_folder_without_a_fitting_manifest_is_not_a_checkpoint(tmp_path, how):
     """It is skipped with a loud line for the good one before it, never loaded, never deleted."""
-    saved_once(tmp_path, steps=(1, 9))
-    good, bad = (str(tmp_path / name) for name in names_in(tmp_path))
-    make_bad(bad, good, how)
+    saved_once(tmp_path, 1, 9)
+    good, bad = (tmp_path / name for name in names_in(tmp_path))
+    aside = bad.with_name("damaged-" + bad.name)
+    BAD[how](bad, bad / "manifest.json", next((bad / "tensors").iterdir()))
     c, lines = open_folder(tmp_path)
-    assert c.newest() == good
-    assert any("DAMAGED" in line and os.path.basename(bad) in line for line in lines)
+    assert c.newest() == str(good)
+    assert any("DAMAGED" in line and bad.name in line for line in lines)
     if how != "another's copy":  # which is intact, and not the one that it is called
-        aside = os.path.join(tmp_path, "damaged-" + os.path.basename(bad))
         with pytest.raises((CheckpointError, OSError)):
-            sealed.verify(aside if os.path.exists(aside) else bad)
-    c.save(10, "latest", *state_for(0, 1), {}, wait=True)
-    c.save(11, "latest", *state_for(0, 1), {}, wait=True)
-    assert os.path.lexists(bad) or os.path.lexists(str(tmp_path / ("damaged-" + os.path.basename(bad))))
+            sealed.verify(str(aside if aside.exists() else bad))
+    save(c, 10, 11)
+    assert os.path.lexists(bad) or os.path.lexists(aside)
     assert not c.failures
-    c.close()
 
 
-@pytest.mark.parametrize(
-    "name",
+FOREIGN = (
     "step-1-latest-0001|step-00000001-newest-0001|step-00000001-latest|xstep-00000001-latest-0001|"
-    "step-00000001-latest-0001.bak|.tmp-x+step-00000001-latest-0001|step_00000001|ckpt_s0000001.model.pt".split(
-        "|"
-    ),
+    "step-00000001-latest-0001.bak|.tmp-x+step-00000001-latest-0001|step_00000001|ckpt_s0000001.model.pt"
 )
+
+
+@pytest.mark.parametrize("name", FOREIGN.split("|"))
 def test_foreign_names_are_neither_loaded_nor_deleted(tmp_path, name):
     saved_once(tmp_path)
     good = str(tmp_path / names_in(tmp_path)[0])
@@ -207,9 +160,7 @@ def test_foreign_names_are_neither_loaded_nor_deleted(tmp_path, name):
     before = digest_of(tmp_path / name)
     c, _ = open_folder(tmp_path)
     assert c.newest() == good
-    for step in range(2, 6):
-        c.save(step, "latest", *state_for(0, 1), {}, wait=True)
-    c.close()
+    save(c, *range(2, 6))
     assert digest_of(tmp_path / name) == before
 
 

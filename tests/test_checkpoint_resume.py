@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_tools import all_bits, open_folder
-from conftest import tiny_settings
-from torch.distributed.device_mesh import init_device_mesh
+from conftest import cpu_mesh, quiet, tiny_settings
 from workers import run
 
 import model
@@ -16,7 +15,12 @@ import muon
 from store import read_export
 from store.export import export
 
-SLOW, DRILL = pytest.mark.slow, pytest.mark.drill
+
+def marked(slow, *drill) -> list:
+    drills = [pytest.param(value, marks=pytest.mark.drill) for value in drill]
+    return [pytest.param(value, marks=pytest.mark.slow) for value in slow] + drills
+
+
 CASES = {  # settings; all with weights, momentum, AdamW state and random state in the checkpoint
     "tied": dict(),
     "untied": dict(tie_embeddings=False, attention="standard"),
@@ -29,12 +33,10 @@ def build(rank, world, options, replicas):
     settings = tiny_settings(
         sequences_per_step=4, micro_batch=1, max_len=32, d_model=64, n_layers=1, **options
     )
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    if replicas > 1:
-        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = cpu_mesh(world, (replicas, world // replicas) if replicas > 1 else None)
     torch.manual_seed(0)
-    net = model.build_model(settings, mesh, torch.device("cpu"), log=lambda text: None)
-    optimizers = muon.build_optimizers(net, settings, log=lambda text: None)
+    net = model.build_model(settings, mesh, torch.device("cpu"), log=quiet)
+    optimizers = muon.build_optimizers(net, settings, log=quiet)
     muon.set_rates(optimizers, 4e-3, 2e-3, 0.95)
     return settings, net, optimizers
 
@@ -73,9 +75,8 @@ def uninterrupted(rank, world, folder, save_at, steps, options, replicas=1):
     for step in range(steps):
         losses.append(one_step(step, rank, world, settings, net, optimizers))
         if step + 1 == save_at:
-            c.save(
-                save_at, "latest", *tensors(net, optimizers), {"step": save_at, "config": settings.as_dict()}
-            )
+            state = {"step": save_at, "config": settings.as_dict()}
+            c.save(save_at, "latest", *tensors(net, optimizers), state)
         c.poll()
         if step % 3 == 0:  # an evaluation between steps
             with torch.no_grad():
@@ -98,12 +99,8 @@ def resumed(rank, world, folder, steps, options, replicas=1):
     shared, own = tensors(net, optimizers)
     state, own_loaded = c.load(c.newest(), shared, own)
     rng = own.pop("rng.cpu")
-    muon.load_optimizer_state(
-        net,
-        optimizers,
-        {k: v for k, v in shared.items() if not k.startswith("model.")},
-        own if own_loaded else None,
-    )
+    moments = {k: v for k, v in shared.items() if not k.startswith("model.")}
+    muon.load_optimizer_state(net, optimizers, moments, own if own_loaded else None)
     if own_loaded:
         torch.set_rng_state(rng)
     losses = [one_step(step, rank, world, settings, net, optimizers) for step in range(state["step"], steps)]
@@ -113,20 +110,9 @@ def resumed(rank, world, folder, steps, options, replicas=1):
 
 def compare(folder, case, saved, target, save_at=3, steps=7):
     """(largest difference of a loss after the resume, whether all weights at the end are equal in every bit)."""
-    options = CASES[case]
-    whole = run(
-        uninterrupted, world=saved[0], folder=folder, save_at=save_at, steps=steps, options=options,
-        replicas=saved[1], deadline=300,
-    )  # fmt: skip
-    again = run(
-        resumed,
-        world=target[0],
-        folder=folder,
-        steps=steps,
-        options=options,
-        replicas=target[1],
-        deadline=300,
-    )
+    same_for_both = dict(folder=folder, steps=steps, options=CASES[case], deadline=300)
+    whole = run(uninterrupted, world=saved[0], replicas=saved[1], save_at=save_at, **same_for_both)
+    again = run(resumed, world=target[0], replicas=target[1], **same_for_both)
     difference = max(abs(a - b) for a, b in zip(whole[0][0], again[0][0], strict=True))
     same = saved == target and all(w[1] == a[1] for w, a in zip(whole, again, strict=True))
     print(f"{case} {saved} -> {target}: largest loss difference {difference:.2e}, bits equal {same}")
@@ -139,29 +125,18 @@ def test_resume_at_the_same_world_size_is_bit_exact(tmp_path, case):
     assert compare(str(tmp_path), case, (2, 1), (2, 1)) == (0.0, True)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param((4, 2), marks=SLOW), pytest.param((1, 1), marks=DRILL), pytest.param((4, 1), marks=DRILL)],
-)
+@pytest.mark.parametrize("layout", marked([(4, 2)], (1, 1), (4, 1)))
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_steps_after_a_resume_are_bit_exact(tmp_path, case, layout):
     """Also on one rank, on four and with two replicas (HSDP)."""
     assert compare(str(tmp_path), case, layout, layout, save_at=5, steps=25) == (0.0, True)
 
 
-@pytest.mark.parametrize(
-    "saved, target",
-    [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (4, 1)), ((4, 1), (2, 1)), ((4, 2), (2, 1))],
-)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param("tied", marks=SLOW),
-        pytest.param("8bit", marks=SLOW),
-        pytest.param("untied", marks=DRILL),
-        pytest.param("fp8", marks=DRILL),
-    ],
-)
+MOVES = [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (4, 1)), ((4, 1), (2, 1)), ((4, 2), (2, 1))]
+
+
+@pytest.mark.parametrize("saved, target", MOVES)
+@pytest.mark.parametrize("case", marked(["tied", "8bit"], "untied", "fp8"))
 def test_resume_at_another_world_size_differs_by_rounding_only(tmp_path, case, saved, target):
     """Sums in another order, in bf16 matmuls, and 8-bit state quantised anew: at most 1.2e-4 of a loss of 5.5 was seen.
     A lost Muon momentum makes 7e-4 here, lost AdamW moments 3e-3. float8 rounds by the largest activation of a rank's

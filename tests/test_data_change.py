@@ -10,9 +10,10 @@ import os
 import numpy as np
 import pytest
 import workers
+from checkpoint_tools import Ranks
+from conftest import quiet
 from corpora import ROW, Crew, dataset, rows, settings, write
-from fake_hub import files_below, fixture_server, fixture_short_waits  # noqa: F401 (fixtures)
-from test_data_state import Gloo
+from fake_hub import files_below
 
 import data
 import hub
@@ -48,7 +49,7 @@ class Place:
         cache = str(self.path / f"cache{self.starts}")
         return settings(where, **dict(cache_dir=cache, hub_patience=5.0, shard_refresh_steps=0) | changes)
 
-    def crew(self, world=1, state=None, log=lambda text: None, **changes):
+    def crew(self, world=1, state=None, log=quiet, **changes):
         return Crew(self.settings(**changes), world, state, log)
 
 
@@ -62,6 +63,15 @@ def place(request, tmp_path, server, monkeypatch):
 def numbers(samples, domain=0):
     """The rows (their number in the dataset) of one domain's samples."""
     return [s[2][0] // ROW for s in samples if s[1] == domain]
+
+
+def held_out(crew) -> set[int]:
+    """The rows of the first domain that are held out."""
+    return {x[0] // ROW for x, _ in crew.streams[0].cursors[0].domain.val_rows()}
+
+
+def refused(match):
+    return pytest.raises((data.DataError, hub.HubError), match=match)
 
 
 def until_it_fails(crew):
@@ -93,7 +103,7 @@ def test_a_repaired_shard_goes_on_as_if_it_had_been_good(place):
     assert samples == expected[: len(samples)]
     place.put(BAD, good)
     for _ in range(2):
-        with pytest.raises((data.DataError, hub.HubError), match=CURE):
+        with refused(CURE):
             place.crew(1, state).run(range(60), n=6)
     for world in (1, 3):
         lines = []
@@ -109,7 +119,7 @@ def test_a_removed_shard_leaves_the_rest_of_the_epoch_as_it_was(place):
     _, expected = spoiled(place)
     samples, state, _ = until_it_fails(place.crew(2))
     place.put(BAD, None)
-    with pytest.raises((data.DataError, hub.HubError), match=CURE):
+    with refused(CURE):
         place.crew(2, state).run(range(60), n=6)
     lines, seen = [], numbers(samples)
     crews = [place.crew(world, state, lines.append, allow_change=["data"]) for world in (1, 2, 3)]
@@ -179,10 +189,7 @@ def test_shorter_and_renamed_shards(place):
     place.push()
     samples = place.crew(2, state, allow_change=["data"]).run(range(100), n=6)
     assert samples == place.crew(3, state, allow_change=["data"]).run(range(100), n=6)
-    held = {
-        x[0] // ROW
-        for x, _ in place.crew(1, state, allow_change=["data"]).streams[0].cursors[0].domain.val_rows()
-    }
+    held = held_out(place.crew(1, state, allow_change=["data"]))
     assert held == {29}, "12 and 19 are gone, and what was trained on is never held out"
     code, trained = numbers(samples), sorted({*range(6), *range(13, 17), *range(20, 29)})
     assert set(code) == set(trained)
@@ -192,8 +199,7 @@ def test_shorter_and_renamed_shards(place):
 
 
 def test_a_domain_whose_shards_were_all_replaced_begins_with_the_new_ones(place):
-    write(place.root, "data/code/val.npy", rows(800, 5, 9))
-    place.push()
+    place.put("data/code/val.npy", rows(800, 5, 9))
     crew = place.crew(1)
     crew.run(range(9), n=6)
     for k in range(3):
@@ -202,25 +208,22 @@ def test_a_domain_whose_shards_were_all_replaced_begins_with_the_new_ones(place)
     place.push()
     crew = place.crew(2, crew.state(), allow_change=["data"])
     assert set(numbers(crew.run(range(20), n=6))) == {700, 701, 702}
-    assert {x[0] // ROW for x, _ in crew.streams[0].cursors[0].domain.val_rows()} <= {*range(800, 805)}
+    assert held_out(crew) <= {*range(800, 805)}
 
 
 def test_held_out_rows_are_read_at_the_start_and_replaced_by_new_ones(place):
     """Not at the first evaluation, an hour in. What was trained on is never held out: rows are asked for."""
-    write(place.root, "data/code/val.npy", rows(800, 5, 9))
-    place.push()
+    place.put("data/code/val.npy", rows(800, 5, 9))
     state = place.crew(1).state()
-    bad = rows(800, 5, 9)
-    bad[:] = 1 << 31
-    for array in (bad, None):
+    for array in (np.full((5, 9), 1 << 31, "uint32"), None):
         place.put("data/code/val.npy", array)
-        with pytest.raises((data.DataError, hub.HubError), match=f"code/val.npy.*{CURE}"):
+        with refused(f"code/val.npy.*{CURE}"):
             place.crew(1, state)
     with pytest.raises(data.DataError, match=r"domain code: .*data/code/000.npy: add one named val\*.npy"):
         place.crew(1, state, allow_change=["data"])
     place.put("data/code/val_new.npy", rows(810, 5, 9))
     crew = place.crew(2, state, allow_change=["data"])
-    assert {x[0] // ROW for x, _ in crew.streams[0].cursors[0].domain.val_rows()} <= {*range(810, 815)}
+    assert held_out(crew) <= {*range(810, 815)}
     assert not {*range(800, 820)} & {*numbers(crew.run(range(20), n=6))}
 
 
@@ -249,7 +252,7 @@ def test_a_move_between_a_folder_and_the_hub_is_named_at_once_and_can_be_accepte
 
 def goes_on(rank, world, folder, state):
     s = settings(folder, allow_change=["data"], shard_refresh_steps=0)
-    stream = data.open_stream(s, Gloo(rank, world), lambda text: None, state)
+    stream = data.open_stream(s, Ranks(rank, world), quiet, state)
     return [stream.next_batch(6).x.tolist() for _ in range(20)], stream.state()
 
 

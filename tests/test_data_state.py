@@ -1,13 +1,17 @@
 """The stream's state: what is refused, what may change, files and memory in the long run; real processes."""
 
+import functools
 import json
+import operator
 import os
 import threading
+from types import SimpleNamespace
 
 import corpora
 import pytest
-import torch
 import workers
+from checkpoint_tools import Ranks
+from conftest import quiet
 from corpora import Crew, dataset, rows, settings, write
 from workers import Rank
 
@@ -18,9 +22,6 @@ from text.source import FolderSource
 @pytest.fixture
 def root(tmp_path):
     return dataset(tmp_path)
-
-
-# --- failures and state --------------------------------------------------------------------------------------------
 
 
 def test_a_failing_batch_draws_nothing(root):
@@ -54,9 +55,7 @@ def test_every_mutated_field_of_the_state_is_refused(root):
 
     for path, value in places(state):
         other = json.loads(json.dumps(state))
-        spot = other
-        for k in path[:-1]:
-            spot = spot[k]
+        spot = functools.reduce(operator.getitem, path[:-1], other)
         spot[path[-1]] = value + 1 if isinstance(value, int) else "data/code/../../x.npy" if value else 1
         with pytest.raises(data.DataError):
             Crew(settings(root), state=other)
@@ -90,11 +89,15 @@ def test_allowed_changes_go_on_where_each_domain_was(root):
     assert [tuple(s[2]) for s in samples if s[1] == 1][: len(seen)] == seen[:32]
 
 
+def seal(state):
+    state["digest"] = data.state_digest({k: v for k, v in state.items() if k != "digest"})
+
+
 def test_paths_in_a_state_stay_inside_the_dataset(root):
     """A state that is whole, but was made to read another file."""
     state = Crew(settings(root)).state()
     state["domains"]["code"]["admitted"][0][2][0][0] = "data/code/../../../etc/passwd.npy"
-    state["digest"] = data.state_digest({k: v for k, v in state.items() if k != "digest"})
+    seal(state)
     with pytest.raises(data.DataError, match="not of the form data/code/NAME.npy"):
         Crew(settings(root), state=state)
 
@@ -135,42 +138,26 @@ def test_at_most_two_files_of_a_domain_are_held(root):
     assert len(source.held) <= 8
 
 
-class Many:
-    """A source of 20,000 shards that all are one file; it counts what is asked of it."""
-
-    revision = "0" * 40
-
-    def __init__(self, path):
-        self.path, self.fetched = path, []
-
-    def metadata(self):
-        return {"vocab_size": 1 << 30}
-
-    def list(self, domain):
-        return {f"data/{domain}/fineweb_edu_{i:06d}.npy": "f" * 64 for i in range(5000)}
-
-    def fetch(self, name, revision=None, id=None):
-        self.fetched.append(name)
-        return self.path
-
-    def release(self, name):
-        pass
-
-
 def test_resume_deep_in_a_large_manifest_opens_only_the_current_shards(tmp_path):
-    """20,000 shards, resumed after 100,000 steps: nothing before the position is opened but what has the held-out rows,
-    the next shard is fetched ahead, and the state takes at most 150 bytes a shard."""
-    source = Many(write(tmp_path, "a.npy", rows(0, 40, 9)))
+    """All 20,000 shards are one file. Only held-out rows, the current and the next shard are fetched."""
+    path, fetched = write(tmp_path, "a.npy", rows(0, 40, 9)), []
+    source = SimpleNamespace(
+        revision="0" * 40,
+        metadata=lambda: {"vocab_size": 1 << 30},
+        list=lambda domain: {f"data/{domain}/fineweb_edu_{i:06d}.npy": "f" * 64 for i in range(5000)},
+        fetch=lambda name, revision=None, id=None: (fetched.append(name), path)[1],
+        release=lambda name: None,
+    )
     state = Crew(settings(tmp_path), source=source).state()
     for place in state["domains"].values():  # 100,000 steps of 24 samples: 600,000 a domain, 40 a shard
         place["epoch"], place["shard"], place["pos"] = 3, 0, 12
     state["samples"] = 2_400_000
-    state["digest"] = data.state_digest({k: v for k, v in state.items() if k != "digest"})
+    seal(state)
     assert len(json.dumps(state)) < 150 * 20_000
-    source.fetched.clear()
+    fetched.clear()
     crew = Crew(settings(tmp_path), source=source, state=state)
     crew.step(24)
-    assert len(source.fetched) <= 12, "held-out, current and next shard of four domains"
+    assert len(fetched) <= 12, "held-out, current and next shard of four domains"
 
 
 def test_open_files_and_memory_stay_flat(tmp_path):
@@ -196,31 +183,6 @@ def test_open_files_and_memory_stay_flat(tmp_path):
     assert after[1] <= before[1] + 2
 
 
-# --- real processes -----------------------------------------------------------------------------------
-
-
-class Gloo:
-    """The agreement object over the harness's gloo group."""
-
-    def __init__(self, rank, world):
-        self.rank, self.world, self.local_rank = rank, world, rank
-
-    def gather(self, value):
-        out = [None] * self.world
-        torch.distributed.all_gather_object(out, value)
-        return out
-
-    def broadcast(self, value):
-        return self.gather(value)[0]
-
-    def verdict(self, problem, what=""):
-        told = self.gather(repr(problem) if problem else None)
-        if problem:
-            raise problem
-        if any(told):
-            raise RuntimeError(f"another rank: {next(t for t in told if t)}")
-
-
 def six_steps(stream, start):
     """What a stream gives in steps start … start + 5, and its state then."""
     out = []
@@ -234,13 +196,13 @@ def six_steps(stream, start):
 
 
 def train_on(rank, world, folder, start, state=None):
-    stream = data.open_stream(settings(folder), Gloo(rank, world), lambda text: None, state)
-    return six_steps(stream, start)
+    agree = Ranks(rank, world) if world > 1 else Rank()
+    return six_steps(data.open_stream(settings(folder), agree, quiet, state), start)
 
 
 def fail_on(rank, world, folder):
     try:
-        data.open_stream(settings(folder), Gloo(rank, world), lambda text: None)
+        data.open_stream(settings(folder), Ranks(rank, world), quiet)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
 
@@ -261,16 +223,10 @@ def test_real_processes_agree(root):
     three = workers.run(train_on, 3, folder=root, start=6, state=two[0][1])
     assert len({json.dumps(r[1]) for r in three}) == 1
     os.rename(late, first)
-    alone = train_on_alone(root, 0)
+    alone = train_on(0, 1, root, 0)
     os.rename(first, late)
-    rest = train_on_alone(root, 6, alone[1])
+    rest = train_on(0, 1, root, 6, alone[1])
     assert joined(two) + joined(three) == joined([alone]) + joined([rest])
-
-
-def train_on_alone(folder, start, state=None):
-    crew_settings, rank = settings(folder), Rank()
-    stream = data.open_stream(crew_settings, rank, lambda text: None, state)
-    return six_steps(stream, start)
 
 
 def test_a_bad_dataset_stops_all_ranks(tmp_path):
@@ -278,4 +234,4 @@ def test_a_bad_dataset_stops_all_ranks(tmp_path):
     dataset(tmp_path, domains=["code", "general", "math"])
     told = workers.run(fail_on, 2, folder=str(tmp_path))
     assert "DataError" in told[0] and "reasoning" in told[0]
-    assert "another rank" in told[1]
+    assert "RuntimeError" in told[1] and "reasoning" in told[1]

@@ -8,14 +8,15 @@ import pathlib
 import re
 import subprocess
 import sys
-import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import conftest
 import corpora
 import numpy as np
 import pytest
 from corpora import Crew, settings
+from fake_hub import files_below, folder_with
 from workers import Rank
 
 import data
@@ -37,12 +38,14 @@ def packed(out, domain="code") -> dict[str, np.ndarray]:
     return {os.path.basename(f): np.load(f) for f in sorted(glob.glob(f"{out}/data/{domain}/*.npy"))}
 
 
-def documents(line: np.ndarray) -> list[bytes]:
-    """The texts between end-of-document ids; the line ends with one."""
-    assert line[-1] == EOT
-    return [
-        bytes(part[part != EOT].astype("uint8")) for part in np.split(line, np.flatnonzero(line == EOT) + 1)
-    ][:-1]
+def documents(line: np.ndarray, eot=EOT) -> list[np.ndarray]:
+    """The ids between end-of-document ids; the line ends with one."""
+    assert line[-1] == eot
+    return [part[:-1] for part in np.split(line, np.flatnonzero(line == eot) + 1)][:-1]
+
+
+def texts_of(line: np.ndarray) -> list[bytes]:
+    return [bytes(part.astype("uint8")) for part in documents(line)]
 
 
 def run(*arguments) -> int:
@@ -54,34 +57,26 @@ def test_every_document_once_in_another_order_and_apart_from_validation(tmp_path
     texts = text_files(tmp_path)
     assert run(tmp_path / "out", f"code={tmp_path}/in", "--val=0.2") == 0
     shards = packed(tmp_path / "out")
-    val, train = documents(shards.pop("val.npy")), documents(np.concatenate(list(shards.values())))
+    val, train = texts_of(shards.pop("val.npy")), texts_of(np.concatenate(list(shards.values())))
     assert sorted(val + train) == sorted(texts)
     assert 3 <= len(val) <= 15
     assert train != sorted(train) and train != [t for t in texts if t in train], "not shuffled"
-    meta = json.load(open(tmp_path / "out" / "metadata.json"))
+    meta = json.loads((tmp_path / "out" / "metadata.json").read_text())
     assert meta["vocab_size"] == 257 and meta["tokenizer"] == "bytes" and meta["eot"] == EOT
-    assert meta["domains"]["code"]["documents"] == 40
-    assert (
-        meta["domains"]["code"]["tokens"] + meta["domains"]["code"]["val_tokens"] == sum(map(len, texts)) + 40
-    )
+    code = meta["domains"]["code"]
+    assert code["documents"] == 40 and code["tokens"] + code["val_tokens"] == sum(map(len, texts)) + 40
 
 
 def test_the_same_command_gives_the_same_bytes(tmp_path):
     text_files(tmp_path)
 
-    def content():
-        return {
-            f: open(f, "rb").read()
-            for f in glob.glob(f"{tmp_path}/out/**", recursive=True)
-            if os.path.isfile(f)
-        }
+    def content(*options):
+        run(tmp_path / "out", f"code={tmp_path}/in/**/*.txt", *options)
+        return files_below(tmp_path / "out")
 
-    run(tmp_path / "out", f"code={tmp_path}/in/**/*.txt")
     first = content()
-    run(tmp_path / "out", f"code={tmp_path}/in/**/*.txt")
     assert content() == first and len(first) == 3
-    run(tmp_path / "out", f"code={tmp_path}/in/**/*.txt", "--seed=1")
-    assert content() != first
+    assert content("--seed=1") != first
 
 
 def test_a_single_text_is_cut_as_nanogpt_does(tmp_path):
@@ -91,20 +86,18 @@ def test_a_single_text_is_cut_as_nanogpt_does(tmp_path):
     run(tmp_path / "out", f"general={tmp_path}/input.txt", "--val=0.1")
     shards = packed(tmp_path / "out", "general")
     assert bytes(shards["00000.npy"].astype("uint8")) == text[: len(text) - 10_000]
-    assert documents(shards["val.npy"]) == [text[-10_000:]]
+    assert texts_of(shards["val.npy"]) == [text[-10_000:]]
 
 
 def test_jsonl(tmp_path):
     """A document a line, blank lines and a missing last newline are fine; any field; unicode as it is."""
     texts = ["one", "zwei größer", "three\nlines\n", "😀" * 50]
-    (tmp_path / "a.jsonl").write_text(
-        "\n".join(json.dumps({"body": t, "id": i}) for i, t in enumerate(texts)) + "\n\n"
-    )
+    lines = [json.dumps({"body": t, "id": i}) for i, t in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": "last"}))
     run(tmp_path / "out", f"math={tmp_path}/*.jsonl", "--field=body", "--val=0")
-    assert sorted(documents(packed(tmp_path / "out", "math")["00000.npy"])) == sorted(
-        t.encode() for t in [*texts, "last"]
-    )
+    got = texts_of(packed(tmp_path / "out", "math")["00000.npy"])
+    assert sorted(got) == sorted(t.encode() for t in [*texts, "last"])
 
 
 def test_shards_are_never_too_short(tmp_path, monkeypatch):
@@ -115,7 +108,7 @@ def test_shards_are_never_too_short(tmp_path, monkeypatch):
         (tmp_path / "a.txt").write_bytes(text[: size * 4 + 100])
         run(tmp_path / f"out{size}", f"code={tmp_path}/a.txt", f"--shard_tokens={size}", "--val=0")
         parts = list(packed(tmp_path / f"out{size}").values())
-        assert documents(np.concatenate(parts)) == [text[: size * 4 + 100]]
+        assert texts_of(np.concatenate(parts)) == [text[: size * 4 + 100]]
         assert len(parts) > 2 and all(size // 2 <= len(p) <= size * 3 // 2 + 1 for p in parts)
 
 
@@ -156,8 +149,7 @@ def test_a_killed_run_leaves_the_former_dataset(tmp_path, monkeypatch):
     """Interrupted anywhere while a domain is written, the dataset is what it was; the next run completes it."""
     text_files(tmp_path)
     run(tmp_path / "out", f"code={tmp_path}/in")
-    before = packed(tmp_path / "out")
-    meta = open(tmp_path / "out" / "metadata.json").read()
+    before = files_below(tmp_path / "out")
     plain, calls = np.save, []
 
     def killed(*a):
@@ -166,13 +158,10 @@ def test_a_killed_run_leaves_the_former_dataset(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         plain(*a)
 
-    monkeypatch.setattr(np, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(np, "save", killed)
         run(tmp_path / "out", f"code={tmp_path}/in", "--seed=3")
-    monkeypatch.setattr(np, "save", plain)
-    after = packed(tmp_path / "out")
-    assert after.keys() == before.keys() and all((after[k] == before[k]).all() for k in after)
-    assert open(tmp_path / "out" / "metadata.json").read() == meta
+    assert files_below(tmp_path / "out") == before
     assert os.listdir(tmp_path / "out" / "data") == ["code"]
     assert run(tmp_path / "out", f"code={tmp_path}/in", "--seed=3") == 0
 
@@ -193,33 +182,25 @@ def test_domains_are_added_or_replaced_one_by_one(tmp_path, capsys):
 
 def test_files_of_others_are_not_overwritten(tmp_path, capsys):
     text_files(tmp_path)
-    os.makedirs(tmp_path / "out" / "data" / "code")
-    (tmp_path / "out" / "data" / "code" / "mine.npy").write_bytes(b"precious")
+    folder_with(tmp_path / "out", {"data/code/mine.npy": b"precious"})
     assert run(tmp_path / "out", f"code={tmp_path}/in") == 65
     assert "files that pack did not make" in capsys.readouterr().err
-    assert (tmp_path / "out" / "data" / "code" / "mine.npy").read_bytes() == b"precious"
+    assert files_below(tmp_path / "out") == {"data/code/mine.npy": b"precious"}
 
 
 @pytest.mark.parametrize("kind", ["nanogpt", "modded"])
 def test_token_files_of_nanogpt_and_modded_nanogpt(tmp_path, kind):
     """Copied in their order, the val file held out; then the stream reads them."""
-    r = np.random.default_rng(0)
-    ids = {
-        n: r.integers(0, 50257, 3000).astype("uint16")
-        for n in ("fineweb_train_0.bin", "fineweb_train_1.bin", "fineweb_val_0.bin")
-    }
-    for name, part in ids.items():
-        head = np.zeros(256, "int32")
-        head[:3] = 20240520, 1, len(part)
-        (tmp_path / name).write_bytes((head.tobytes() if kind == "modded" else b"") + part.tobytes())
+    ids = np.random.default_rng(0).integers(0, 50257, (3, 3000)).astype("uint16")
+    head = np.zeros(256, "int32")
+    head[:3] = 20240520, 1, 3000
+    for name, part in zip(("train_0", "train_1", "val_0"), ids, strict=True):
+        content = (head.tobytes() if kind == "modded" else b"") + part.tobytes()
+        (tmp_path / f"fineweb_{name}.bin").write_bytes(content)
     assert run(tmp_path / "out", f"general={tmp_path}/*.bin", "--vocab_size=50257") == 0
     shards = packed(tmp_path / "out", "general")
-    assert (shards["val.npy"] == ids["fineweb_val_0.bin"]).all()
-    assert (
-        shards["00000.npy"] == np.concatenate([ids["fineweb_train_0.bin"], ids["fineweb_train_1.bin"]])
-    ).all()
-    s = settings(tmp_path / "out", domains=["general"])
-    stream = Crew(s).streams[0]
+    assert (shards["val.npy"] == ids[2]).all() and (shards["00000.npy"] == ids[:2].ravel()).all()
+    stream = Crew(settings(tmp_path / "out", domains=["general"])).streams[0]
     assert stream.vocab_size == 50257 and stream.tokenizer.eot == 50256
     assert stream.next_batch(24).x.max() < 50257
 
@@ -256,10 +237,8 @@ def test_inspect_says_what_is_there(tmp_path, capsys):
     array[5] = 999
     np.save(f"{tmp_path}/out/data/math/00000.npy", array)
     assert pack.main(["inspect", str(tmp_path / "out")]) == 65
-    assert (
-        "data/math/00000.npy: row 0 column 5 holds token id 999, outside the vocabulary of 257"
-        in capsys.readouterr().err
-    )
+    says = "data/math/00000.npy: row 0 column 5 holds token id 999, outside the vocabulary of 257"
+    assert says in capsys.readouterr().err
     assert pack.main(["inspect", str(tmp_path / "nothing")]) == 65
 
 
@@ -273,42 +252,33 @@ def test_the_command(tmp_path):
 
 def test_tokenizer_json(tmp_path, capsys):
     """A byte-level BPE trained here: ids come back as the text, bits per byte are exact, the file travels along."""
-    tokenizers = pytest.importorskip(
-        "tokenizers", reason="tokenizer.json files were not tested: pip install tokenizers"
-    )
+    missing = "tokenizer.json files were not tested: pip install tokenizers"
+    tokenizers = pytest.importorskip("tokenizers", reason=missing)
     texts = text_files(tmp_path)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
+    level = tokenizers.pre_tokenizers.ByteLevel
+    model.pre_tokenizer, model.decoder = level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    special = dict(special_tokens=["<|endoftext|>"], initial_alphabet=level.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, **special)
     model.train_from_iterator([t.decode() for t in texts], trainer)
     model.save(str(tmp_path / "tok.json"))
-    assert run(tmp_path / "out", f"code={tmp_path}/in", f"--tokenizer={tmp_path}/tok.json", "--val=0.2") == 0
+    option = f"--tokenizer={tmp_path}/tok.json"
+    assert run(tmp_path / "out", f"code={tmp_path}/in", option, "--val=0.2") == 0
     stream = Crew(settings(tmp_path / "out", domains=["code"])).streams[0]
     t = stream.tokenizer
     assert stream.vocab_size == model.get_vocab_size() and t.eot == 0 and t.bytes_exact
-    line = packed(tmp_path / "out")["00000.npy"]
-    got = [t.decode(p[p != 0]).encode() for p in np.split(line, np.flatnonzero(line == 0) + 1)][:-1]
-    assert set(got) <= set(texts)
+    got = [t.decode(p).encode() for p in documents(packed(tmp_path / "out")["00000.npy"], eot=0)]
+    assert got and set(got) <= set(texts)
     ids = t.encode("größer words 😀")
     assert t.decode(ids) == "größer words 😀"
     assert t.bytes_per_token(ids) * len(ids) == pytest.approx(len("größer words 😀".encode()))
     assert t.bytes_per_token([0]) == 0
     assert pack.main(["inspect", str(tmp_path / "out")]) == 0
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfa")
-    assert run(tmp_path / "out2", f"code={tmp_path}/bad.txt", f"--tokenizer={tmp_path}/tok.json") == 65
+    assert run(tmp_path / "out2", f"code={tmp_path}/bad.txt", option) == 65
     assert "bad.txt: is not UTF-8" in capsys.readouterr().err
-    assert (
-        run(tmp_path / "out2", f"code={tmp_path}/in", f"--tokenizer={tmp_path}/tok.json", "--eot=<end>") == 65
-    )
+    assert run(tmp_path / "out2", f"code={tmp_path}/in", option, "--eot=<end>") == 65
     assert "special tokens: <|endoftext|>: give --eot=TOKEN" in capsys.readouterr().err
-
-
-# --- Python's own text ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -326,22 +296,17 @@ def few_files(monkeypatch):
 
 def test_python_corpus_is_packed_once_and_the_same_everywhere(few_files, tmp_path):
     """Two machines' leaders race for one cache folder; a third packs elsewhere: the same bytes. Later runs find it."""
-    lines, errors = [], []
+    lines = []
+    caches = [tmp_path / "shared", tmp_path / "shared", tmp_path / "other"]
 
     def lead(folder):
-        try:
-            corpus.python_corpus(str(folder), Rank(), lines.append)
-        except Exception as e:
-            errors.append(e)
+        return corpus.python_corpus(str(folder), Rank(), lines.append)
 
-    caches = [tmp_path / "shared", tmp_path / "shared", tmp_path / "other"]
-    threads = [threading.Thread(target=lead, args=(c,)) for c in caches]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not errors and len(lines) == 3
-    here, there = (corpus.python_corpus(str(c), Rank(), lines.append) for c in caches[1:])
+    with ThreadPoolExecutor(3) as machines:
+        led = list(machines.map(lead, caches))
+    assert len(lines) == 3
+    here, there = map(lead, caches[1:])
+    assert led == [here, here, there]
     assert len(lines) == 3, "packed again"
     assert os.listdir(caches[0]) == os.listdir(caches[2]) == [os.path.basename(here)]
     for d in corpora.DOMAINS:
@@ -352,10 +317,9 @@ def test_python_corpus_is_packed_once_and_the_same_everywhere(few_files, tmp_pat
 
 def test_python_corpus_of_a_killed_process_is_packed_again(few_files, tmp_path, monkeypatch):
     """What was half made is neither used nor kept."""
-    with monkeypatch.context() as m:
-        m.setattr(pack, "save_json", lambda *a: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            corpus.python_corpus(str(tmp_path), Rank(), print)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(pack, "save_json", lambda *a: 1 / 0)
+        corpus.python_corpus(str(tmp_path), Rank(), print)
     assert os.listdir(tmp_path) == []
     folder = corpus.python_corpus(str(tmp_path), Rank(), print)
     assert os.path.exists(folder + "/metadata.json")
@@ -394,8 +358,7 @@ def test_python_corpus_trains(cache):
     for T in (64, 1000):
         lines = []
         s = settings("python", cache_dir=str(cache), max_len=T, val_rows=8)
-        crew = Crew(s, log=lines.append)
-        stream = crew.streams[0]
+        stream = Crew(s, log=lines.append).streams[0]
         assert stream.vocab_size == 257 and stream.tokenizer.bytes_exact
         assert sum("epochs" in line for line in lines) == 4
         size = sum(os.path.getsize(f) for f in glob.glob(f"{cache}/*/data/*/*.npy"))
@@ -412,8 +375,8 @@ def test_validation_texts_are_not_trained_on(cache):
     folder = corpus.python_corpus(str(cache), Rank(), print)
     for d in corpora.DOMAINS:
         shards = packed(folder, d)
-        val = set(documents(shards.pop("val.npy")))
-        train = set(documents(np.concatenate(list(shards.values()))))
+        val = set(texts_of(shards.pop("val.npy")))
+        train = set(texts_of(np.concatenate(list(shards.values()))))
         assert len(val) >= 3 and not [t for t in val & train if len(t) > 200]
 
 
@@ -421,11 +384,9 @@ def test_generated_steps_are_correct():
     """Every equation in the generated texts holds, and each kind appears."""
     texts = corpus.reasoning()
     assert texts == corpus.reasoning(), "not deterministic"
-    checked = 0
+    checked, equation = 0, r"(?<![\d*+/-] )(?<![\d-])(-?\d+) ([-+*]) (-?\d+) = (-?\d+)(?! [*+])"
     for t in texts[:3000]:
-        for a, op, b, c in re.findall(
-            r"(?<![\d*+/-] )(?<![\d-])(-?\d+) ([-+*]) (-?\d+) = (-?\d+)(?! [*+])", t
-        ):
+        for a, op, b, c in re.findall(equation, t):
             assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[op] == int(c), t
             checked += 1
         for x, q, y, r in re.findall(r"^(\d+) = (\d+) \* (\d+) \+ (\d+)\.", t, re.M):

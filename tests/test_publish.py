@@ -7,51 +7,22 @@ away because an upload failed; nobody else's files are touched; a run whose mach
 import hashlib
 import json
 import os
-import random
 import time
 import traceback
 
 import pytest
-from checkpoint_tools import (  # noqa: F401 (one_rank_group: a fixture)
-    all_bits,
-    digest_of,
-    names_in,
-    one_rank_group,
-    open_folder,
-    state_for,
-)  # fmt: skip
-from fake_hub import (  # noqa: F401 (fixtures)
-    READ_TOKEN,
-    WRITE_TOKEN,
-    files_below,
-    fixture_server,
-    fixture_short_waits,
-    in_time,
-    outcome,
-    publisher,
-)
-from test_uploads import idle, quick_retries, save  # noqa: F401 (quick_retries: a fixture)
+from checkpoint_tools import all_bits, digest_of, names_in, open_folder, save, state_for
+from fake_hub import READ_TOKEN, WRITE_TOKEN, files_below, in_time, outcome, publisher
+from test_uploads import idle, send
 from workers import free_port
 
 import hub
 from store import read_export
 
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
 REPO = "models/me/model"
 KINDS = (429, 500, 503, "reset", "lost", "cut", "truncated", "html", "slow")
-
-
-def unreliable(server, monkeypatch, seed, share=0.3):
-    """Each request fails with this probability, in one of KINDS; the list of those that did."""
-    dice, met = random.Random(seed), []
-
-    def fault(line):
-        if dice.random() > share:
-            return dict(kind=None, seconds=0, headers={})
-        met.append((dice.choice(KINDS), line))
-        return dict(kind=met[-1][0], seconds=0.05, headers={})
-
-    monkeypatch.setattr(server, "take_fault", fault)
-    return met
 
 
 def on_hub(server, run_id) -> dict[str, dict[str, str]]:
@@ -76,9 +47,7 @@ def test_the_run_goes_on_while_the_hub_is_slow(server, tmp_path):
     for step in range(1, 5):
         in_time(lambda step=step: save(c, step))
     assert len(c.poll()) == 4 and not on_hub(server, c.run_id) and not c.uploads.hub.receipts
-    assert in_time(lambda: c.close(timeout=0.1)), (
-        "closing with uploads on the way does not wait beyond its time"
-    )
+    assert in_time(lambda: c.close(timeout=0.1)), "it does not wait beyond its time"
     again, _ = open_folder(tmp_path, publisher=publisher(server))
     in_time(again.newest)
     assert in_time(lambda: again.close(timeout=25)) == []
@@ -90,15 +59,15 @@ def test_the_run_goes_on_while_the_hub_is_slow(server, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_unreliable_hub_ends_up_with_the_same_bytes(server, tmp_path, monkeypatch, seed):
+def test_an_unreliable_hub_ends_up_with_the_same_bytes(server, tmp_path, seed):
     """A third of all requests fail. Keep-last-2 per kind here and there; other people's files stay as they were."""
     theirs = {
         "README.md": b"hello",
         "other/x/manifest.json": b"{}",
-        "old_ckpts/gpt_s0000010.model.pt": b"pickle",
+        "old_ckpts/gpt_s0010.model.pt": b"pickle",
     }
     server.commit(REPO, theirs)
-    met = unreliable(server, monkeypatch, seed)
+    met = server.unreliable(seed, 0.3, KINDS)
     c, lines = open_folder(tmp_path, publisher=publisher(server))
     digests = {}
     for step in range(1, 4):
@@ -142,13 +111,13 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
     save(c, 1, 2, 3)
     save(c, 4, kind="final")
     c.publish({})
-    before = {**digest_of(str(tmp_path / "checkpoints")), **digest_of(export)}
+    before = digest_of(tmp_path / "checkpoints") | digest_of(export)
     left = in_time(lambda: c.close(timeout=1.0))
     assert any("UPLOAD FAILED" in line for line in lines) and any("NOT on the Hub" in line for line in lines)
     assert any("final" in name for name in left) and "export" in left
     kept = [("final", 4), ("latest", 1), ("latest", 2), ("latest", 3)]
     assert steps(names_in(tmp_path / "checkpoints")) == kept, "keep=1 waits for the Hub"
-    after = {**digest_of(str(tmp_path / "checkpoints")), **digest_of(export)}
+    after = digest_of(tmp_path / "checkpoints") | digest_of(export)
     assert {k: v for k, v in after.items() if not k.startswith("published")} == before
     assert on_hub(server, c.run_id) == {}
 
@@ -170,16 +139,13 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
 def test_rotation_waits_for_proof(server, tmp_path, monkeypatch, harm):
     """A Hub that answers yes but does not keep the file: no receipt, no older checkpoint deleted here or there."""
     c, lines = open_folder(tmp_path, publisher=publisher(server), keep=1)
-    save(c, 1)
-    idle(c)
+    send(c, 1)
     first = on_hub(server, c.run_id)
     commit, name = server.commit, names_in(tmp_path)[0].replace("1-latest-0001", "2-latest-0002")
 
     def careless(repo, changes):
         victims = [p for p in changes if p.endswith(".safetensors") and changes[p] is not None]
-        return commit(
-            repo, {**changes, **{p: None if harm == "dropped" else changes[p] + b"!" for p in victims}}
-        )
+        return commit(repo, changes | {p: None if harm == "dropped" else changes[p] + b"!" for p in victims})
 
     monkeypatch.setattr(server, "commit", careless)
     save(c, 2)
@@ -194,20 +160,17 @@ def test_rotation_waits_for_proof(server, tmp_path, monkeypatch, harm):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_run_goes_on_from_the_hub_on_another_machine(server, tmp_path, monkeypatch, seed):
+def test_a_run_goes_on_from_the_hub_on_another_machine(server, tmp_path, seed):
     """Through an unreliable Hub; the newest checkpoint there was damaged since: the one before it, bit for bit."""
     c, _ = open_folder(tmp_path / "a" / "nova" / "checkpoints", publisher=publisher(server), keep=3)
-    for step in (1, 2, 3):
-        save(c, step)
-        idle(c, 20)
+    send(c, 1, 2, 3)
     assert in_time(lambda: c.close(timeout=20)) == []
     victim = next(p for p in sorted(server.files(REPO)) if "00000003" in p and p.endswith(".safetensors"))
     content = server.files(REPO)[victim]
     server.commit(REPO, {victim: content[:-1] + bytes([content[-1] ^ 1])})
-    unreliable(server, monkeypatch, seed)
-    again, lines = in_time(
-        lambda: open_folder(tmp_path / "b" / "nova" / "checkpoints", publisher=publisher(server), keep=3), 60
-    )
+    server.unreliable(seed, 0.3, KINDS)
+    folder = tmp_path / "b" / "nova" / "checkpoints"
+    again, lines = in_time(lambda: open_folder(folder, publisher=publisher(server), keep=3), 60)
     path = in_time(again.newest, 60)
     assert again.run_id == c.run_id and "00000002" in path
     assert any("DAMAGED CHECKPOINT on the Hub" in line for line in lines)
@@ -265,9 +228,8 @@ def test_no_secret_is_written_or_said(server, tmp_path, monkeypatch, capfd):
         said += lines
         server.faults.clear()
     server.fault("/tree/", 403, times=10_000)
-    said += traceback.format_exception(
-        outcome(lambda: open_folder(tmp_path / "x", publisher=publisher(server)))
-    )
+    refused = outcome(lambda: open_folder(tmp_path / "x", publisher=publisher(server)))
+    said += traceback.format_exception(refused)
     server.faults.clear()
     writer = publisher(server, log=said.append)
     c, lines = open_folder(tmp_path / "elsewhere" / "nova" / "checkpoints", publisher=writer)
