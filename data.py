@@ -24,6 +24,8 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import re
 import sys
 import threading
 from dataclasses import dataclass
@@ -34,12 +36,12 @@ import torch
 from text import (
     DataError,
     Domain,
+    FolderSource,
     Shard,
     Shelf,
     Tokenizer,
     agreed,
     mixture,
-    open_source,
     open_tokenizer,
     permutation,
     read_metadata,
@@ -430,6 +432,38 @@ def open_stream(settings, agree, log=print, state: dict | None = None) -> Stream
     """The stream of settings.data: "python", a folder, or a Hub dataset repo. With the `state` of a checkpoint at hand
     nothing is listed: what was admitted then is what is read."""
     return Stream(open_source(settings, agree, log), settings, agree, log, state)
+
+
+def open_source(settings, agree, log):
+    """Agreed: the source that settings.data names: "python", a folder, or a Hub dataset repo."""
+    where, cache = settings.data, os.path.expanduser(settings.cache_dir)
+    if where is None:
+        raise settings.error("data", 'say where the text is: "python", a folder, or a Hub dataset repo')
+    if where == "python":
+        from text import corpus
+
+        return FolderSource(corpus.python_corpus(cache, agree, log))
+    folder = os.path.expanduser(where)
+    if os.path.isdir(folder):
+        return FolderSource(folder)
+    if os.path.exists(folder):
+        raise DataError(f"data={where!r}: is a file: name the folder that holds data/ and metadata.json")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", where):
+        raise DataError(
+            f"data={where!r}: no such folder, and not the name of a Hub dataset repo (owner/name)"
+        )
+    import hub
+
+    def connect(revision):
+        return hub.HubSource(where, cache, revision, settings.cache_gb, settings.hub_patience, log)
+
+    def first() -> tuple:
+        source = connect(settings.data_revision)
+        return source, source.revision
+
+    source, revision = agreed(agree, "data", first if agree.rank == 0 else lambda: None) or (None, None)
+    revision = agree.broadcast(revision)  # the branch may move between two looks
+    return source or connect(revision)
 
 
 def bigram_baseline(stream: Stream, tokens: float = 4e6, rows_per_domain: int = 64) -> float:

@@ -9,7 +9,6 @@ from conftest import quiet, tiny_settings
 from workers import Rank
 
 import data
-import text
 
 DOMAINS = ["code", "general", "math", "reasoning"]
 ROW = 1 << 10  # ids of row r begin at r * ROW: the next token of a row is id + 1, and rows never touch
@@ -71,7 +70,7 @@ class Crew:
     def __init__(self, s, world=1, state=None, log=quiet, source=None):
         said, self.s, self.streams = [], s, []
         for agree in (Turns(rank, world, said) for rank in range(world)):
-            where = source or text.open_source(s, agree, log)
+            where = source or data.open_source(s, agree, log)
             self.streams.append(data.Stream(where, s, agree, log, state))
 
     def step(self, n: int, step: int | None = None) -> list:

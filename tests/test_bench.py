@@ -161,7 +161,7 @@ def pooled(monkeypatch):
             return [function(0, 1, **arguments)]
         return workers.run(function, world, deadline, **arguments)
 
-    monkeypatch.setattr(bench_tools, "on_ranks", ranks)
+    monkeypatch.setattr(tools, "on_ranks", ranks)
 
 
 CASES = [
@@ -212,7 +212,7 @@ def test_quality_runs_on_a_text(tmp_path, rows):
     """A character vocabulary of the text; both curves fall; rows for the final loss and the time to reach the peer's."""
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    train, validation, vocabulary = bench_tools.characters(str(path))
+    train, validation, vocabulary = tools.characters(str(path))
     assert vocabulary == 28 and len(train) == 8100 and len(validation) == 900
     printed = rows(f"quality --text {path} --steps=20")
     first, *_, last = [r for r in printed if r["case"] == "quality/curve"]

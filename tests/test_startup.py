@@ -431,8 +431,8 @@ def test_a_rank_that_waits_for_others_speaks_after_the_culprit(monkeypatch, capf
     have shown by now; and then it names nobody."""
     stages, dog, ends = bare()
     stages.tick("step 5", 60)
-    last = dog.board.task[1] + dog.board.lost + watchdog.NEIGHBOURS
-    monkeypatch.setattr(watchdog, "whereabouts", lambda gpu: (True, "muon.py line 5: work.wait()"))
+    last = dog.board.task[1] + dog.board.lost + board.NEIGHBOURS
+    monkeypatch.setattr(board, "whereabouts", lambda gpu: (True, "muon.py line 5: work.wait()"))
     dog.check_deadline(last - 0.1)
     assert not ends, "the victim spoke before the culprit"
     dog.check_deadline(last)

@@ -15,10 +15,10 @@ input is the same to the byte, and a killed pack leaves nothing half-made.
 from .domain import Domain, Shelf
 from .mixture import mixture
 from .shards import DataError, Shard, permutation, way_past
-from .source import agreed, open_source, survey
+from .source import FolderSource, agreed, survey
 from .tokenizer import Tokenizer, open_tokenizer, read_metadata, vocabulary
 
 __all__ = [
-    "DataError", "Domain", "Shard", "Shelf", "Tokenizer", "agreed", "corpus", "mixture", "open_source", "open_tokenizer", "pack",
+    "DataError", "Domain", "FolderSource", "Shard", "Shelf", "Tokenizer", "agreed", "corpus", "mixture", "open_tokenizer", "pack",
     "permutation", "read_metadata", "survey", "vocabulary", "way_past",
 ]  # fmt: skip

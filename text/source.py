@@ -169,35 +169,3 @@ def agreed(agree, what: str, make):
         problem = e
     agree.verdict(problem, what)
     return result
-
-
-def open_source(settings, agree, log):
-    """Agreed: the source that settings.data names: "python", a folder, or a Hub dataset repo."""
-    where, cache = settings.data, os.path.expanduser(settings.cache_dir)
-    if where is None:
-        raise settings.error("data", 'say where the text is: "python", a folder, or a Hub dataset repo')
-    if where == "python":
-        from . import corpus
-
-        return FolderSource(corpus.python_corpus(cache, agree, log))
-    folder = os.path.expanduser(where)
-    if os.path.isdir(folder):
-        return FolderSource(folder)
-    if os.path.exists(folder):
-        raise DataError(f"data={where!r}: is a file: name the folder that holds data/ and metadata.json")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", where):
-        raise DataError(
-            f"data={where!r}: no such folder, and not the name of a Hub dataset repo (owner/name)"
-        )
-    import hub
-
-    def connect(revision):
-        return hub.HubSource(where, cache, revision, settings.cache_gb, settings.hub_patience, log)
-
-    def first() -> tuple:
-        source = connect(settings.data_revision)
-        return source, source.revision
-
-    source, revision = agreed(agree, "data", first if agree.rank == 0 else lambda: None) or (None, None)
-    revision = agree.broadcast(revision)  # the branch may move between two looks
-    return source or connect(revision)
