@@ -232,7 +232,7 @@ class Saved(NamedTuple):
 
 def open_store(s, agree, log, grace: float | None) -> tuple[Store, Saved | None]:
     """Take the run's folder; what it goes on from, here, on the Hub, or in another run that it branches from. SettingsError
-    where the settings do not fit what was saved. What "auto" became in the first launch it stays: it never chooses again.
+    where the settings do not fit what was saved.
 
     Proves first that the run may publish, even if a drill will not, and that all ranks see one folder."""
     publisher, folder = None, os.path.join(s.out_dir, "checkpoints")
@@ -258,8 +258,13 @@ def open_store(s, agree, log, grace: float | None) -> tuple[Store, Saved | None]
     for line in refuse_changes(state["settings"], allowed):
         log(f"[resume] changed setting {line}")
     saved = Saved(path, state, branch, {kind for _, _, _, kind in changes(state["settings"], s)})
-    if s.use_fp8 == "auto":
-        s.use_fp8 = "on" if state["chosen"]["fp8"] else "off"
-    if s.use_compile == "auto":
-        s.use_compile = state["chosen"]["compile"]
+    keep_choices(s, state["chosen"])
     return store, saved
+
+
+def keep_choices(s, chosen: dict):
+    """In a run that goes on, "auto" is what it became in the first launch: it never chooses again."""
+    if s.use_fp8 == "auto":
+        s.use_fp8 = "on" if chosen["fp8"] else "off"
+    if s.use_compile == "auto":
+        s.use_compile = chosen["compile"]

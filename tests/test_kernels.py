@@ -12,7 +12,7 @@ from workers import run
 
 import model
 from kernels import attention, cpu, precision
-from store import opening
+from store.store import keep_choices
 
 can_compile = pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile from a path with spaces")
 
@@ -86,7 +86,7 @@ def test_auto_may_still_fall_back_in_a_first_launch_and_never_chooses_again():
     """What a run does with "auto" before it builds: resolved too early, a failing compiler would end the run."""
     for wish, kept in ((("auto", "auto"), ("on", False)), (("off", True), ("off", True))):
         s = tiny_settings(use_fp8=wish[0], use_compile=wish[1])
-        opening.keep_choices(s, {"fp8": True, "compile": False})
+        keep_choices(s, {"fp8": True, "compile": False})
         assert (s.use_fp8, s.use_compile) == kept, "what was set wins"
 
 

@@ -22,7 +22,7 @@ import plan
 from launch import drill
 from launch.failures import StartupError
 from store import Store
-from store.uploads import UPLOAD_SECONDS
+from store.store import UPLOAD_SECONDS
 from track import health as watch
 from track import metrics
 
@@ -244,7 +244,7 @@ def test_a_stopped_launch_waits_for_uploads_no_longer_than_torchrun_waits_for_it
 
     def seconds(now, left, ended=False, grace=60.0):
         monkeypatch.setattr(time, "monotonic", lambda: now)
-        return Store.patience(SimpleNamespace(agree=agree, publisher=hub, grace=grace), ended, left)
+        return Store.patience(SimpleNamespace(agree=agree, hub=hub, grace=grace), ended, left)
 
     assert seconds(1020.0, 500.0) == 30.0
     assert seconds(1070.0, 500.0) == 0.0
