@@ -233,7 +233,7 @@ def test_stop_at_and_job_hours_stop_resumable_without_changing_the_curve(world, 
     assert status(world, "parts")["reason"] == "stop_at"
     train(world, "parts", *auto, "--job_hours=0.0003", expect=3)
     assert status(world, "parts")["reason"] == "job_hours" and status(world, "parts")["saved"] == 6
-    output = train(world, "parts", *auto, "--save_minutes=0.0001", "--ckpt_every=100", "--eval_every=100")
+    output = train(world, "parts", *auto, "--save_minutes=0.00001", "--ckpt_every=100", "--eval_every=100")
     assert "saved step-00000008-latest-" in output
     assert losses(world, "parts") == losses(world, "whole")
 
@@ -421,7 +421,8 @@ def test_drill_proves_the_cycle_in_a_folder_of_its_own(world, uninterrupted):
 
 def test_a_drill_whose_save_fails_says_why():
     store = SimpleNamespace(failures=["step 4 (latest): rank 0: No space left on device"])
-    metrics = SimpleNamespace(used=lambda: 0.0, totals=SimpleNamespace(losses=[2.0, 1.0]))
+    journal, totals = SimpleNamespace(used=lambda: 0.0), SimpleNamespace(losses=[2.0, 1.0])
+    metrics = SimpleNamespace(journal=journal, totals=totals)
     done = lambda *_: None  # noqa: E731 (what is handed in, up to the save)
     with pytest.raises(StartupError, match="drill: the save failed: step 4 .*No space left"):
         drill.drill(done, done, done, None, None, store, metrics, exact=True, log=print)
@@ -431,7 +432,8 @@ def test_a_drill_whose_losses_differ_after_the_reload_fails():
     """To the bit where that can be, else within a hundredth."""
     done, store = (lambda *_: None), SimpleNamespace(failures=[])
     totals = SimpleNamespace(losses=[2.0, 1.0])
-    metrics, change = SimpleNamespace(used=lambda: 0.0, totals=totals), lambda: totals.losses.append(1.001)
+    metrics = SimpleNamespace(journal=SimpleNamespace(used=lambda: 0.0), totals=totals)
+    change = lambda: totals.losses.append(1.001)  # noqa: E731
     with pytest.raises(StartupError, match="after the reload .*1.001.* are not those before"):
         drill.drill(done, done, done, change, done, store, metrics, exact=True, log=print)
 
