@@ -3,7 +3,7 @@
     with FakeHub() as hub:
         hub.commit("datasets/me/data", {"data/code/0.npy": b"..."})      # history grows by one commit; None deletes
         hub.fault("GET .*/resolve/", "reset", times=2)                    # the next two downloads are cut off
-        HubSource("me/data", cache, endpoint=hub.url)
+        os.environ["HF_ENDPOINT"] = hub.url
         hub.requests("GET .*/tree/")                                      # what was asked so far
 
 What it models: commits, branches by name `main`, files in git (sha1 of the blob) or in LFS (sha256), paged listings, ranged
@@ -424,13 +424,12 @@ class Short:
         time.sleep(min(seconds, 0.01))
 
 
-def source(server, cache, patience=20.0, log=quiet, **options) -> HubSource:
-    options |= dict(endpoint=server.url, patience=patience, log=log, first_wait=0.01)
-    return HubSource("me/data", str(cache), **options)
+def source(server, cache, patience=20.0, log=quiet, revision="main", cache_gb=64.0) -> HubSource:
+    return HubSource("me/data", str(cache), revision, cache_gb, patience, log)
 
 
 def publisher(server, repo="me/model", patience=20.0, log=quiet) -> Publisher:
-    return Publisher(repo, log, patience, endpoint=server.url, first_wait=0.01)
+    return Publisher(repo, log, patience)
 
 
 def folder_with(path, files) -> Path:
