@@ -242,13 +242,13 @@ class Remote:
         return self.api.repo_info(self.repo, repo_type=self.kind, revision=branch).sha
 
     def tree(self, folder: str, revision: str) -> dict[str, tuple[int, str]]:
-        """{path: (bytes, content id)} of all files below `folder`, {} if there is none."""
+        """{path: (bytes, content id)} of all files below `folder`: a large file's sha256, a small one's git blob id."""
         found = {}
         options = dict(recursive=True, revision=revision, repo_type=self.kind)
         try:
             for item in self.api.list_repo_tree(self.repo, folder or None, **options):
                 if hasattr(item, "blob_id"):  # a file
-                    found[item.path] = (item.size, content_id(item))
+                    found[item.path] = (item.size, item.lfs.sha256 if item.lfs else item.blob_id)
         except client().errors.EntryNotFoundError:
             if found:
                 raise TryAgain("the listing broke off") from None
@@ -278,11 +278,6 @@ def safe_name(name: str, repo: str) -> str:
         text = f"file name {name!r} is refused: it could lead out of its folder; rename it in the repo"
         raise HubError(f"{repo}: {text}", final=True, exit_code=USERS_FAULT)
     return name
-
-
-def content_id(item) -> str:
-    """What the Hub knows of a file's content: the sha256 of a large file, git's blob id of a small one."""
-    return item.lfs.sha256 if getattr(item, "lfs", None) else item.blob_id
 
 
 def hashes(path: Path) -> tuple[str, str]:

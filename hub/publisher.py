@@ -85,10 +85,8 @@ class Publisher(Remote):
 
         patience = Patience(self.patience + total / MIN_UPLOAD_RATE)
         commit = self.patiently(attempt, f"upload of {what}", patience)
-        if wrong := missing(self.patiently(lambda: self.tree(prefix, commit), f"verification of {what}")):
-            text = (
-                f"{len(wrong)} of {len(files)} files are not on the Hub as they are here, e.g. {min(wrong)}"
-            )
+        if bad := missing(self.patiently(lambda: self.tree(prefix, commit), f"verification of {what}")):
+            text = f"{len(bad)} of {len(files)} files are not on the Hub as they are here, e.g. {min(bad)}"
             raise HubError(f"{self.repo}: after the upload, {text} (does a .gitignore there exclude it?)")
         receipt = {remote: dict(size=size, sha256=hashes[0]) for remote, (_, size, hashes) in files.items()}
         seconds = time.monotonic() - start

@@ -12,7 +12,7 @@ import urllib.parse
 from pathlib import Path
 
 from .cache import Cache, write
-from .client import USERS_FAULT, HubError, Patience, Remote, client, content_id, disk_errors, safe_name
+from .client import USERS_FAULT, HubError, Patience, Remote, client, disk_errors, safe_name
 
 
 class HubSource(Remote):
@@ -75,16 +75,15 @@ class HubSource(Remote):
 
     def metadata(self) -> dict | None:
         """metadata.json at the pinned commit, None if the repo has none. ValueError if it is not JSON."""
-        if "metadata.json" not in self.listing():
+        name = "metadata.json"
+        if name not in self.listing():
             return None
-        text = Path(self.fetch("metadata.json")).read_bytes()
-        self.release("metadata.json")
+        text = Path(self.fetch(name)).read_bytes()
+        self.release(name)
         try:
             return json.loads(text)
         except ValueError as error:
-            raise ValueError(
-                f"{self.repo}/metadata.json at {self.revision[:8]} is not JSON: {error}"
-            ) from None
+            raise ValueError(f"{self.repo}/{name} at {self.revision[:8]} is not JSON: {error}") from None
 
     def domains(self) -> list[str]:
         """Folders below data/, for an error that names the nearest."""
@@ -97,14 +96,15 @@ class HubSource(Remote):
 
     @disk_errors()
     def fetch(self, name: str, revision: str | None = None, id: str | None = None) -> str:
-        """Local path of the file as it is at `revision`, kept until release(name). Any rank, any thread."""
+        """Local path of the file, kept until release(name): with content `id` at `revision`, or as it is at the pinned
+        commit. Any rank, any thread."""
         safe_name(name, self.repo)
         revision = revision or self.revision
         key = id or hashlib.sha256(f"{revision} {name}".encode()).hexdigest()
         patience = Patience(self.patience)
 
         def bring(folder: Path) -> tuple[Path, dict]:
-            content = id or self._content(name, revision, patience)
+            content = id or self._content(name)
             got = self.get(name, revision, content, folder, patience)
             return got, dict(name=name, revision=revision, id=content)
 
@@ -114,14 +114,9 @@ class HubSource(Remote):
         """This process does not need the file any more: it may be deleted when the cache is full."""
         self.cache.release(name)
 
-    def _content(self, name: str, revision: str, patience: Patience) -> str:
-        """Content id of a file at a commit; from the listing if that commit is the listed one."""
-        if known := self._listings.get(revision, {}).get(name):
+    def _content(self, name: str) -> str:
+        """Content id of a file at the pinned commit."""
+        if known := self.listing().get(name):
             return known[1]
-        options = dict(repo_type=self.kind, revision=revision)
-        call, what = self.api.get_paths_info, f"looking up {name} at {revision[:8]}"
-        for item in self.patiently(lambda: call(self.repo, [name], **options), what, patience):
-            if item.path == name and hasattr(item, "blob_id"):
-                return content_id(item)
-        text = f"{self.repo}: {name} is not in the repo at commit {revision[:8]}"
+        text = f"{self.repo}: {name} is not in the repo at commit {self.revision[:8]}"
         raise HubError(text, final=True, exit_code=USERS_FAULT)

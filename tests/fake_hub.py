@@ -146,7 +146,6 @@ class Handler(BaseHTTPRequestHandler):
         (r"/api/repos/create", "create_repo"),
         (r"/api/(?P<repo>(?:models|datasets)/[^/]+/[^/]+)(?:/revision/(?P<rev>[^/]+))?", "repo_info"),
         (r"/api/(?P<repo>\w+/[^/]+/[^/]+)/tree/(?P<rev>[^/]+)(?:/(?P<folder>.*))?", "tree"),
-        (r"/api/(?P<repo>\w+/[^/]+/[^/]+)/paths-info/(?P<rev>[^/]+)", "paths_info"),
         (r"/api/(?P<repo>\w+/[^/]+/[^/]+)/preupload/(?P<rev>[^/]+)", "preupload"),
         (r"/api/(?P<repo>\w+/[^/]+/[^/]+)/commit/(?P<rev>[^/]+)", "make_commit"),
         (r"/_lfs/(?P<oid>\w+)", "lfs_put"),
@@ -313,14 +312,6 @@ class Handler(BaseHTTPRequestHandler):
             headers["Link"] = f'<{self.hub.url}{urllib.parse.urlsplit(self.path).path}?{query}>; rel="next"'
         self.reply(list(entries.values())[start : start + self.hub.page], **headers)
 
-    def paths_info(self, repo, rev):
-        _, files = self.files(repo, rev)
-        if self.headers.get("Content-Type", "").startswith("application/json"):
-            paths = json.loads(self.body)["paths"]
-        else:
-            paths = urllib.parse.parse_qs(self.body.decode()).get("paths", [])
-        self.reply([self.entry(path, files[path]) for path in paths if path in files])
-
     def resolve(self, repo, rev, path):
         sha, files = self.files(repo if repo.startswith("datasets/") else f"models/{repo}", rev)
         if path not in files:
@@ -410,7 +401,7 @@ class Handler(BaseHTTPRequestHandler):
 SHARDS = {f"data/code/{i}.npy": bytes([i]) * 1000 + b"tail" for i in range(4)}
 DATA = {"metadata.json": b'{"vocab_size": 257}', "data/math/a.npy": b"m" * 500, **SHARDS}
 CHECKPOINT = {"w.safetensors": b"w" * 4000, "shard/o.safetensors": b"o" * 3000, "manifest.json": b"{}"}
-READS = {"revision": "GET .*/revision/main", "list": "GET .*/tree/", "look up": "POST .*/paths-info/",
+READS = {"revision": "GET .*/revision/main", "list": "GET .*/tree/",
          "head": "HEAD .*/resolve/", "get": "GET .*/resolve/"}  # fmt: skip
 
 
