@@ -12,7 +12,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from .client import HubError, Patience, bytes_below, part_of
@@ -38,7 +37,7 @@ def complete(path: Path) -> bool:
         return False
 
 
-def try_lock(descriptor: int, how: int) -> bool:
+def try_lock(descriptor, how: int) -> bool:
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
         return True
@@ -55,9 +54,7 @@ class Cache:
         self.pins: dict[Path, tuple[str, int]] = {}  # cached file -> (name, its lock, held shared)
         self.mutex = threading.Lock()
 
-    def take(
-        self, name: str, key: str, patience: Patience, bring: Callable[[Path], tuple[Path, dict]]
-    ) -> str:
+    def take(self, name: str, key: str, patience: Patience, bring) -> str:
         """Local path of the file, kept until release(name). Any rank, any thread. `key` tells the contents of a name apart,
         so that an overwritten shard is another file. bring(folder): download it there -> (file, facts for the receipt)."""
         file = PurePosixPath(name)
@@ -92,7 +89,6 @@ class Cache:
         return str(path)
 
     def release(self, name: str):
-        """This process does not need the file any more: it may be deleted when the cache is full."""
         with self.mutex:
             for path in [p for p, (pinned, _) in self.pins.items() if pinned == name]:
                 os.close(self.pins.pop(path)[1])
@@ -118,14 +114,12 @@ class Cache:
     def evict(self):
         """Delete what was used longest ago until max_bytes are kept: only what has a receipt and nobody here uses."""
         try:
-            turn = os.open(self.root / "locks" / "evict", os.O_RDWR | os.O_CREAT, 0o666)
+            turn = open(self.root / "locks" / "evict", "a")
         except OSError:
             return  # no cache yet
-        try:
+        with turn:
             if try_lock(turn, fcntl.LOCK_EX):  # else somebody is at it
                 self._evict_alone()
-        finally:
-            os.close(turn)
 
     def _evict_alone(self):
         kept = []

@@ -2,9 +2,8 @@
 
 * What a later attempt can heal (a rate limit, a 5xx, a reset, a short, foreign or damaged body) is tried again with
   back-off and jitter; `Retry-After` is honoured. 401, 403, 404 are final, with a sentence on what to do.
-* `patience` seconds without progress end a call, whatever the client or the server does: a call runs in a thread that
-  is given up, never waited for.
-* Tokens are read by the client when it needs them (HF_TOKEN, or `hf auth login`); what is said goes through `scrub`.
+* `patience` seconds without progress end a call: it runs in a thread that is given up, never waited for.
+* Tokens are read by the client (HF_TOKEN, or `hf auth login`); what is said goes through `scrub`.
 
 huggingface_hub is imported on first use: importing this file costs nothing. Which faults its version 2.4 retries, and
 which it raises at once (a reset of a download, any error of a commit), was measured; here they are all treated alike.
@@ -37,13 +36,9 @@ USERS_FAULT = 65  # exit code of bad input: a dataset repo that does not exist, 
 class HubError(OSError):
     """The Hub could not be used; the message says what was tried and what to do. `final`: trying again is no use."""
 
-    exit_code = 74
-
-    def __init__(self, message: str, final: bool = False, exit_code: int | None = None):
+    def __init__(self, message: str, final: bool = False, exit_code: int = 74):
         super().__init__(scrub(message))
-        self.final = final
-        if exit_code is not None:
-            self.exit_code = exit_code
+        self.final, self.exit_code = final, exit_code
 
 
 class TryAgain(Exception):
@@ -165,21 +160,18 @@ def chain(error):
 class Remote:
     """A repo and the calls that both sides make."""
 
-    kind, users_fault = "model", None  # users_fault: the exit code when the repo, or a name in it, is wrong
+    kind, users_fault = "model", 74  # users_fault: the exit code when the repo, or a name in it, is wrong
 
-    def __init__(self, repo: str, patience: float, log, endpoint: str | None, first_wait: float):
-        self.repo, self.patience, self.log, self.endpoint = repo, patience, log, endpoint
-        self.first_wait = first_wait
+    def __init__(self, repo: str, log, patience: float):
+        self.repo, self.log, self.patience = repo, log, patience
 
     @property
     def api(self):
-        endpoint = self.endpoint or os.environ.get("HF_ENDPOINT") or None
-        return client().HfApi(endpoint=endpoint, library_name="nova")
+        return client().HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="nova")
 
     def patiently(self, call, what: str, patience: Patience | None = None, size=None):
-        """call(), again until it works, is refused for good, or patience runs out. HubError in the end; errors of
-        this machine's disk as they are (see `disk_errors`)."""
-        patience, wait = patience or Patience(self.patience), self.first_wait
+        """call(), again until it works; HubError when it is refused for good or patience runs out. Disk errors pass."""
+        patience, wait = patience or Patience(self.patience), FIRST_WAIT
         while True:
             try:
                 return bounded(call, patience, size)
@@ -192,11 +184,11 @@ class Remote:
             if final:
                 raise HubError(f"{self.repo}: {what}: {problem}", True, self.users_fault) from None
             pause = max(wait * random.uniform(0.5, 1.0), asked or 0.0)
-            if pause >= patience.left:
+            if (left := patience.left) <= pause:
                 end = f"given up after {patience.seconds:.0f} s without progress"
-                if asked and asked >= patience.left:
-                    limit = f"the {max(0, patience.left):.0f} s left of hub_patience={self.patience:g}"
-                    end = f"the Hub asks to wait {asked:.0f} s, longer than {limit}: start later, or raise hub_patience"
+                if asked and asked >= left:
+                    end = f"the Hub asks to wait {asked:.0f} s, longer than the {max(0, left):.0f} s left of "
+                    end += f"hub_patience={self.patience:g}: start later, or raise hub_patience"
                 raise HubError(f"{self.repo}: {what}: {problem}; {end}") from None
             self.log(scrub(f"[hub] {self.repo}: {what}: {problem}; again in {pause:.1f} s"))
             time.sleep(pause)
@@ -215,8 +207,7 @@ class Remote:
         responses = [e.response for e in chain(error) if getattr(e, "response", None) is not None]
         status = responses[0].status_code if responses else None
         elsewhere = responses and not str(responses[0].request.url).startswith(self.api.endpoint)
-        # From the storage behind the Hub (an upload wraps that in RuntimeError), whose signed URLs expire: a new
-        # attempt gets new ones.
+        # from the storage behind the Hub (an upload wraps that), whose signed URLs expire: a new attempt gets new ones
         if elsewhere or isinstance(error, RuntimeError):
             status = None
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -233,19 +224,17 @@ class Remote:
         errors = client().errors
         page = f"{self.api.endpoint}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
         token = "a token was sent" if client().get_token() else "no token was sent: HF_TOKEN is not set"
-
-        def is_a(kind) -> bool:
-            return any(isinstance(e, kind) for e in chain(error))
-
-        if is_a(errors.GatedRepoError):
-            return f"the repo is gated: accept its terms at {page} and set HF_TOKEN ({token})"
-        if is_a(errors.RevisionNotFoundError):
-            return f"the repo has no such branch, tag or commit: see {page}/commits/main"
-        if is_a(errors.RemoteEntryNotFoundError):
-            return f"the repo has no such file at this commit: see {page}"
+        cures = {
+            errors.GatedRepoError: f"the repo is gated: accept its terms at {page} and set HF_TOKEN ({token})",
+            errors.RevisionNotFoundError: f"the repo has no such branch, tag or commit: see {page}/commits/main",
+            errors.RemoteEntryNotFoundError: f"the repo has no such file at this commit: see {page}",
+        }
+        for kind, cure in cures.items():
+            if any(isinstance(e, kind) for e in chain(error)):
+                return cure
         if status in (401, 404):
-            cure = f"check {page}, or set HF_TOKEN"
-            return f"no {self.kind} repo of this name, or it is private ({token}): {cure}"
+            private = f"or it is private ({token}): check {page}, or set HF_TOKEN"
+            return f"no {self.kind} repo of this name, {private}"
         return f"{text} ({token})"
 
     def head(self, branch: str = "main") -> str:
@@ -253,13 +242,13 @@ class Remote:
         return self.api.repo_info(self.repo, repo_type=self.kind, revision=branch).sha
 
     def tree(self, folder: str, revision: str) -> dict[str, tuple[int, str]]:
-        """{path: (bytes, content id)} of all files below `folder`, {} if there is none."""
+        """{path: (bytes, content id)} of all files below `folder`: a large file's sha256, a small one's git blob id."""
         found = {}
         options = dict(recursive=True, revision=revision, repo_type=self.kind)
         try:
             for item in self.api.list_repo_tree(self.repo, folder or None, **options):
                 if hasattr(item, "blob_id"):  # a file
-                    found[item.path] = (item.size, content_id(item))
+                    found[item.path] = (item.size, item.lfs.sha256 if item.lfs else item.blob_id)
         except client().errors.EntryNotFoundError:
             if found:
                 raise TryAgain("the listing broke off") from None
@@ -274,7 +263,7 @@ class Remote:
             # a folder of its own: an attempt that was given up may still write, but not under the name of this one
             options = dict(repo_type=self.kind, revision=revision, local_dir=tempfile.mkdtemp(dir=folder))
             got = Path(self.api.hf_hub_download(self.repo, path, **options))
-            if not content_is(got, content):
+            if content not in hashes(got):
                 raise TryAgain(f"the {got.stat().st_size} bytes that arrived are not content {content[:12]}")
             return got
 
@@ -291,18 +280,8 @@ def safe_name(name: str, repo: str) -> str:
     return name
 
 
-def content_id(item) -> str:
-    """What the Hub knows of a file's content: the sha256 of a large file, git's blob id of a small one."""
-    return item.lfs.sha256 if getattr(item, "lfs", None) else item.blob_id
-
-
-def content_is(path: Path, content: str) -> bool:
-    """Whether the file has this content id (64 hex: sha256; 40 hex: git's blob id)."""
-    return hashes(path)[0 if len(content) == 64 else 1] == content
-
-
 def hashes(path: Path) -> tuple[str, str]:
-    """(sha256, git blob id) of a file, in one pass."""
+    """(sha256, git blob id) of a file: its content id is one of them."""
     sha, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

@@ -10,19 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .client import (
-    FIRST_WAIT,
-    HubError,
-    Patience,
-    Remote,
-    bounded,
-    client,
-    content_is,
-    disk_errors,
-    hashes,
-    part_of,
-    safe_name,
-)
+from .client import HubError, Patience, Remote, bounded, client, disk_errors, hashes, part_of, safe_name
 
 MIN_UPLOAD_RATE = 1_000_000  # bytes/s: an upload may take `patience` plus the time that this rate needs
 
@@ -33,15 +21,12 @@ class Publisher(Remote):
     Nothing local is ever deleted here. Deleting on the Hub removes files from the newest commit; their storage is freed
     only when the owner squashes the repo's history (its settings on the Hub)."""
 
-    def __init__(self, repo: str, log=print, patience: float = 3600.0, endpoint=None, first_wait=FIRST_WAIT):
-        super().__init__(repo, patience, log, endpoint, first_wait)
-
     def check_write(self):
         """Prove, leaving no trace, that this run may write to the repo; make it (private) if there is none."""
         hf, instead = client(), "or train with --publish=False"
         if not hf.get_token():
-            text = f"publishing needs a token with write access, and HF_TOKEN is not set: set it, {instead}"
-            raise HubError(f"{self.repo}: {text}", final=True)
+            text = "publishing needs a token with write access, and HF_TOKEN is not set: set it"
+            raise HubError(f"{self.repo}: {text}, {instead}", final=True)
 
         def attempt():
             try:
@@ -84,44 +69,35 @@ class Publisher(Remote):
             files[safe_name(remote, self.repo)] = (local, local.stat().st_size, hashes(local))
         if not files:
             raise HubError(f"{folder}: there is nothing to publish", final=True)
-        total = sum(size for _, size, _ in files.values())
-        what = prefix or folder.name
+        total, what = sum(size for _, size, _ in files.values()), prefix or folder.name
 
-        def missing(there) -> dict[str, Path]:
-            return {
-                remote: local
-                for remote, (local, size, hashes) in files.items()
-                if there.get(remote, (None, None))[0] != size or there[remote][1] not in hashes
-            }
+        def missing(there) -> list[str]:
+            return [n for n, (_, size, ids) in files.items() if there.get(n) not in [(size, i) for i in ids]]
 
         def attempt() -> str:
             head = self.head()
             todo = missing(self.tree(prefix, head))
             if not todo:
                 return head  # an earlier attempt whose answer was lost, or an earlier run
-            adds = [client().CommitOperationAdd(remote, local) for remote, local in todo.items()]
-            return self.api.create_commit(
-                self.repo, adds, commit_message=f"Upload {what}", parent_commit=head
-            ).oid
+            adds = [client().CommitOperationAdd(remote, files[remote][0]) for remote in todo]
+            message = f"Upload {what}"
+            return self.api.create_commit(self.repo, adds, commit_message=message, parent_commit=head).oid
 
         patience = Patience(self.patience + total / MIN_UPLOAD_RATE)
         commit = self.patiently(attempt, f"upload of {what}", patience)
-        wrong = missing(self.patiently(lambda: self.tree(prefix, commit), f"verification of {what}"))
-        if wrong:
-            text = (
-                f"{len(wrong)} of {len(files)} files are not on the Hub as they are here, e.g. {min(wrong)}"
-            )
+        if bad := missing(self.patiently(lambda: self.tree(prefix, commit), f"verification of {what}")):
+            text = f"{len(bad)} of {len(files)} files are not on the Hub as they are here, e.g. {min(bad)}"
             raise HubError(f"{self.repo}: after the upload, {text} (does a .gitignore there exclude it?)")
         receipt = {remote: dict(size=size, sha256=hashes[0]) for remote, (_, size, hashes) in files.items()}
         seconds = time.monotonic() - start
         return dict(repo=self.repo, prefix=prefix, commit=commit, bytes=total, seconds=seconds, files=receipt)
 
     def list(self, prefix: str = "") -> dict[str, tuple[int, str]]:
-        """{path in the repo: (bytes, content id)} below `prefix` at the newest commit; `content_is` checks an id."""
+        """{path in the repo: (bytes, content id)} below `prefix` at the newest commit."""
         return self.patiently(lambda: self.tree(prefix, self.head()), f"listing of {prefix or 'the repo'}")
 
     @disk_errors()
-    def download(self, prefix: str, folder) -> str:
+    def download(self, prefix: str, folder):
         """All files below `prefix` at the newest commit, checked, into `folder`: it must not exist, and appears whole."""
         folder = Path(folder)
         if folder.exists():
@@ -133,18 +109,17 @@ class Publisher(Remote):
         staging, part = part_of(folder), folder.with_name(folder.name + ".file")
         for path, (_, content) in found.items():
             target = staging / safe_name(path, self.repo).removeprefix(prefix).lstrip("/")
-            if target.exists() and content_is(target, content):
+            if target.exists() and content in hashes(target):
                 continue  # of a download that was interrupted
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(self.get(path, head, content, part, Patience(self.patience)), target)
         shutil.rmtree(part, ignore_errors=True)
         os.replace(staging, folder)
-        return str(folder)
 
-    def trial(self, prefix: str, size: int = 16_000_000) -> float:
-        """Publish `size` random bytes below the folder `prefix`, verify them there, delete them: bytes per second. A small
+    def trial(self, prefix: str) -> float:
+        """Publish 16 MB of random bytes below the folder `prefix`, verify them there, delete them: bytes per second. A small
         part goes first by itself: what it takes is latency, of which a checkpoint of 65 GB has no more."""
-        small, seconds = size // 32, []
+        small, size, seconds = 500_000, 16_000_000, []
         for n in (small, size):
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "trial.bin").write_bytes(os.urandom(n))

@@ -12,17 +12,7 @@ import urllib.parse
 from pathlib import Path
 
 from .cache import Cache, write
-from .client import (
-    FIRST_WAIT,
-    USERS_FAULT,
-    HubError,
-    Patience,
-    Remote,
-    client,
-    content_id,
-    disk_errors,
-    safe_name,
-)
+from .client import USERS_FAULT, HubError, Patience, Remote, client, disk_errors, safe_name
 
 
 class HubSource(Remote):
@@ -33,11 +23,8 @@ class HubSource(Remote):
 
     kind, users_fault = "dataset", USERS_FAULT
 
-    def __init__(
-        self, repo: str, cache_dir: str, revision="main", cache_gb=64.0, patience=240.0, log=print, endpoint=None,
-        first_wait=FIRST_WAIT,
-    ):  # fmt: skip
-        super().__init__(repo, patience, log, endpoint, first_wait)
+    def __init__(self, repo: str, cache_dir: str, revision: str, cache_gb: float, patience: float, log):
+        super().__init__(repo, log, patience)
         self.branch, self._revision, self._listings = revision, None, {}
         self.root = Path(os.path.expanduser(cache_dir)) / "hub" / f"datasets--{repo.replace('/', '--')}"
         self.cache = Cache(self.root, cache_gb * 1e9, log)
@@ -52,22 +39,22 @@ class HubSource(Remote):
 
     def pin(self) -> str:
         """Look where the branch points now."""
+        memory = self.root / "refs" / urllib.parse.quote(self.branch, safe="")
         if re.fullmatch(r"[0-9a-f]{40}", self.branch):
             self._revision = self.branch  # a commit never moves: nothing to ask
-            return self._revision
-        memory = self.root / "refs" / urllib.parse.quote(self.branch, safe="")
-        if client().is_offline_mode() and memory.exists():  # the user's own choice, but not in silence
+        elif client().is_offline_mode() and memory.exists():  # the user's own choice, but not in silence
             self._revision = memory.read_text()
             self.log(f"[hub] {self.repo}: HF_HUB_OFFLINE: {self.branch} as last seen, {self._revision[:8]}")
-            return self._revision
-        try:
-            self._revision = self.patiently(lambda: self.head(self.branch), f"looking up {self.branch}")
-        except HubError as error:
-            if error.final or not memory.exists():
-                raise
-            text = f"{error}; HF_HUB_OFFLINE=1 goes on with {self.branch} as last seen and what is cached"
-            raise HubError(text) from None
-        self._keep(memory, self._revision)
+        else:
+            try:
+                self._revision = self.patiently(lambda: self.head(self.branch), f"looking up {self.branch}")
+            except HubError as error:
+                if error.final or not memory.exists():
+                    raise
+                text = f"{error}; HF_HUB_OFFLINE=1 goes on with {self.branch} as last seen and what is cached"
+                raise HubError(text) from None
+            with contextlib.suppress(OSError):
+                write(memory, self._revision)
         return self._revision
 
     def listing(self) -> dict[str, tuple[int, str]]:
@@ -81,7 +68,8 @@ class HubSource(Remote):
                 found = self.patiently(lambda: self.tree("", revision), f"listing at {revision[:8]}")
                 for path in found:
                     safe_name(path if path.startswith("data/") else "elsewhere", self.repo)
-                self._keep(memory, json.dumps(found))
+                with contextlib.suppress(OSError):  # only a convenience: fetch() reports a disk that refuses
+                    write(memory, json.dumps(found))
             self._listings = {revision: found}
         return self._listings[revision]
 
@@ -108,16 +96,15 @@ class HubSource(Remote):
 
     @disk_errors()
     def fetch(self, name: str, revision: str | None = None, id: str | None = None) -> str:
-        """Local path of the file as it is at `revision`, kept until release(name). Any rank, any thread."""
+        """Local path of the file, kept until release(name): with content `id` at `revision`, or as it is at the pinned
+        commit. Any rank, any thread."""
         safe_name(name, self.repo)
         revision = revision or self.revision
-        key, patience = (
-            id or hashlib.sha256(f"{revision} {name}".encode()).hexdigest(),
-            Patience(self.patience),
-        )
+        key = id or hashlib.sha256(f"{revision} {name}".encode()).hexdigest()
+        patience = Patience(self.patience)
 
         def bring(folder: Path) -> tuple[Path, dict]:
-            content = id or self._content(name, revision, patience)
+            content = id or self._content(name)
             got = self.get(name, revision, content, folder, patience)
             return got, dict(name=name, revision=revision, id=content)
 
@@ -127,21 +114,9 @@ class HubSource(Remote):
         """This process does not need the file any more: it may be deleted when the cache is full."""
         self.cache.release(name)
 
-    def _content(self, name: str, revision: str, patience: Patience) -> str:
-        """Content id of a file at a commit; from the listing if that commit is the listed one."""
-        if known := self._listings.get(revision, {}).get(name):
+    def _content(self, name: str) -> str:
+        """Content id of a file at the pinned commit."""
+        if known := self.listing().get(name):
             return known[1]
-        for item in self.patiently(
-            lambda: self.api.get_paths_info(self.repo, [name], repo_type=self.kind, revision=revision),
-            f"looking up {name} at {revision[:8]}",
-            patience,
-        ):
-            if item.path == name and hasattr(item, "blob_id"):
-                return content_id(item)
-        text = f"{self.repo}: {name} is not in the repo at commit {revision[:8]}"
+        text = f"{self.repo}: {name} is not in the repo at commit {self.revision[:8]}"
         raise HubError(text, final=True, exit_code=USERS_FAULT)
-
-    def _keep(self, path: Path, text: str):
-        """Remember an answer of the Hub. Only a convenience: fetch() reports a disk that refuses."""
-        with contextlib.suppress(OSError):
-            write(path, text)

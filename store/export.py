@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from . import sealed
+from .folder import by_serial, serial_of
 from .sealed import CheckpointError, describe, read_state, verify, write_text
 
 FILE_BYTES = 5 * 10**9  # an export larger than this is split, as Hub repos usually are
@@ -19,12 +20,11 @@ def in_files(tensors: dict, file_bytes: int) -> dict[str, list[str]]:
     """{file: names of its tensors}, filled in the order of names."""
     files, size = [[]], 0
     for name in sorted(tensors):
-        tensor_bytes = tensors[name].numel() * tensors[name].element_size()
-        if files[-1] and size + tensor_bytes > file_bytes:
+        size += tensors[name].nbytes
+        if files[-1] and size > file_bytes:
             files.append([])
-            size = 0
+            size = tensors[name].nbytes
         files[-1].append(name)
-        size += tensor_bytes
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
@@ -40,6 +40,9 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = FI
     def begin():
         shutil.rmtree(temporary, ignore_errors=True)
         os.makedirs(temporary)
+
+    def write(file, whole):
+        entries[file] = sealed.write_tensors(os.path.join(temporary, file), whole, {"format": "pt"})
 
     def finish():
         write_text(os.path.join(temporary, "config.json"), text)
@@ -59,11 +62,11 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = FI
         sealed.sync(os.path.dirname(folder))
         shutil.rmtree(folder + ".old", ignore_errors=True)
 
-    def on_rank_0(part):
+    def on_rank_0(part, *args):
         problem = None
         try:
             if agree.rank == 0:
-                part()
+                part(*args)
         except Exception as e:
             problem = CheckpointError(f"export to {folder}: {e}")
         agree.verdict(problem, "export")
@@ -77,10 +80,7 @@ def export(folder: str, tensors: dict, config: dict, agree, file_bytes: int = FI
                 value = value.to(value.device_mesh.device_type).full_tensor()
             if agree.rank == 0:
                 whole[name] = value.to("cpu").contiguous()
-        path = os.path.join(temporary, file)
-        on_rank_0(
-            lambda f=file, p=path, w=whole: entries.update({f: sealed.write_tensors(p, w, {"format": "pt"})})
-        )
+        on_rank_0(write, file, whole)
     on_rank_0(finish)
 
 
@@ -102,13 +102,8 @@ def newest_below(path: str) -> str:
         verify(path)
         return path
     folders = [f for f in (os.path.join(path, "checkpoints"), path) if os.path.isdir(f)]
-    names = [
-        (int(m[3]), os.path.join(f, n))
-        for f in folders
-        for n in os.listdir(f)
-        if (m := sealed.NAME.fullmatch(n))
-    ]
-    for _, candidate in sorted(names, reverse=True):
+    found = [(serial_of(n), os.path.join(f, n)) for f in folders for n in by_serial(os.listdir(f))]
+    for _, candidate in sorted(found, reverse=True):
         try:
             verify(candidate)
             return candidate

@@ -1,6 +1,7 @@
 """Where a run goes on: the newest checkpoint that is whole, here or on the Hub, and its way into live tensors."""
 
 import os
+from functools import partial
 
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
@@ -37,32 +38,22 @@ class Finder:
         found += [(False, serial_of(n), True, n) for n in here]
         for _, _, local, name in sorted(found, reverse=True):
             path = os.path.join(self.folder.path, name)
-            if local and not self._usable(path):
-                continue
-            if not local and not patiently(lambda name=name: self._fetch(name), self.agree):
+            if not (self._usable(path) if local else patiently(partial(self._fetch, name), self.agree)):
                 continue
             if self.silent:
-                why = f"the Hub could not be asked for a newer one: {self.silent}"
-                self.log(f"going on with what is here: {why}")
+                self.log(f"going on with what is here: the Hub could not be asked: {self.silent}")
             self.proven = path if local else None
             return path, here if local else []  # else what is here was overtaken
-        self._none()
-        return None, []
-
-    def _none(self):
-        """There is no usable checkpoint: an error, unless there never was one."""
-        folder, run = self.folder, self.folder.run_id
+        none = f"run {self.folder.run_id} has no checkpoint in {self.folder.path}"
         if self.silent:
-            text = f"no checkpoint in {folder.path} to go on with, and the Hub could not be asked for one"
-            raise CheckpointError(f"{text}: {self.silent}")
-        damaged = self.damaged + folder.were_set_aside() if self.agree.rank == 0 else []
+            raise CheckpointError(f"{none}, and the Hub could not be asked for one: {self.silent}")
+        damaged = self.damaged + self.folder.were_set_aside() if self.agree.rank == 0 else []
         if damaged := self.agree.broadcast(damaged):
-            raise CheckpointError(
-                f"run {run} has checkpoints, but none is usable: {', '.join(damaged)}. Nothing was started over. "
-                "Restore one of them, or begin a new run with --resume=never (these files stay)"
-            )
+            text = f"run {self.folder.run_id} has checkpoints, but none is usable: {', '.join(damaged)}"
+            raise CheckpointError(f"{text}. Restore one, or begin a new run with --resume=never (these stay)")
         if self.resume == "must":
-            raise CheckpointError(f"--resume=must: run {run} has no checkpoint in {folder.path}")
+            raise CheckpointError(f"--resume=must: {none}")
+        return None, []
 
     def _usable(self, path: str) -> bool:
         """All ranks: whether a folder is an intact checkpoint of this run; says loudly why not."""
@@ -105,8 +96,7 @@ class Finder:
         """Rank 0: download a checkpoint of this run; False where it is damaged."""
         if os.path.exists(os.path.join(self.folder.path, name)):
             self.folder.set_aside(name)
-        run = self.folder.run_id
-        self.log(f"downloading checkpoint {name} of run {run} from the Hub: nothing as new is intact here")
+        self.log(f"downloading checkpoint {name} from the Hub: nothing as new is intact here")
         try:
             self.hub.fetch(name)
             return True
@@ -115,9 +105,8 @@ class Finder:
             self.log(f"DAMAGED CHECKPOINT on the Hub, falling back to an older one: {e}")
             return False
         except OSError as e:  # to go on behind it would train twice, and rotate it away there
-            text = f"{name} on the Hub is newer than what is intact in {self.folder.path}"
-            cure = "The same command tries again; --publish=False goes on with what is here"
-            raise CheckpointError(f"{text}, and could not be downloaded: {e}. {cure}") from None
+            text = f"{name} on the Hub is newer than what is intact here, and could not be downloaded: {e}"
+            raise CheckpointError(f"{text}. Try again, or go on from here with --publish=False") from None
 
     def load(self, path: str, shared: dict, own: dict, group) -> tuple[dict, dict, bool]:
         """(manifest, state, whether `own` was filled): see Store.load."""

@@ -73,12 +73,11 @@ class Folder:
         self._lock()
         record = os.path.join(self.path, "run.json")
         owner, earlier = self._owner(record)
-        if resume == "never" and owner:
+        if resume != "never":
+            owner = owner or owner_elsewhere(self._stem())
+        elif owner:
             owner, earlier = None, [*earlier, owner]
-            said = f"a new run begins in {self.path}; checkpoints of {earlier} stay untouched"
-            self.log(f"--resume=never: {said}")
-        if not owner and resume != "never":
-            owner = owner_elsewhere(self._stem())
+            self.log(f"--resume=never: a new run begins in {self.path}; those of {earlier} stay untouched")
         now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         self.run_id = owner or f"{self._stem()}-{now}-{secrets.token_hex(2)}"
         if not RUN_ID.fullmatch(self.run_id):
@@ -102,7 +101,7 @@ class Folder:
             if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             self.lock.seek(0)
-            text = f"{self.path} is in use by another run ({self.lock.read().strip() or 'unknown'})"
+            text = f"{self.path} is in use by another run ({self.lock.read().strip()})"
             raise CheckpointError(f"{text}: stop that one, or choose another out_dir") from None
         self.lock.truncate(0)
         self.lock.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.strftime('%F %T')}\n")
@@ -167,11 +166,10 @@ class Folder:
 
     def set_aside(self, name: str):
         """Rename a damaged checkpoint, so that rotation does not keep it in place of a good one."""
-        path = os.path.join(self.path, name)
         try:
-            os.rename(path, os.path.join(self.path, "damaged-" + name))
+            os.rename(os.path.join(self.path, name), os.path.join(self.path, "damaged-" + name))
         except OSError as e:
-            self.log(f"{path} stays where it is: {e}")
+            self.log(f"{name} stays where it is: {e}")
 
     def were_set_aside(self) -> list[str]:
         """This run's damaged checkpoints that earlier launches renamed. They too forbid a fresh start."""

@@ -49,25 +49,18 @@ def owner_on_hub(publisher, stem: str, log) -> str | None:
     """The youngest run on the Hub that had a folder of this name, or None."""
     paths = publisher.list("")
     if pickles := sorted(p for p in paths if p.endswith(".model.pt")):
-        log(
-            f"the Hub repo holds {len(pickles)} checkpoints of the first Nova script, e.g. {pickles[0]}: pickles are not "
-            "supported, and never fetched or touched"
-        )
+        log(f"pickles in the Hub repo are not supported, and never fetched or touched: {pickles[0]} …")
     folders = {path.split("/")[0] for path in paths if path.endswith("/manifest.json")}
     runs = sorted(m[0] for f in folders if (m := re.fullmatch(r"(\w+)-\d{8}-\d{6}-[0-9a-f]{4}", f)))
     mine = [r for r in runs if r.rsplit("-", 3)[0] == stem]
     if mine:
-        log(
-            f"nothing local: going on with run {mine[-1]} of the Hub; --resume=never starts another"
-            + (f" (older ones there: {', '.join(mine[:-1])})" if mine[1:] else "")
-        )
-    elif runs:  # another name of out_dir is all that parts this start from them
-        name = runs[-1].rsplit("-", 3)[0]
-        log(
-            f"a fresh start; the Hub repo also holds {'runs' if runs[1:] else 'run'} {', '.join(runs)}: to go on with one, "
-            f"give the out_dir that it had, such as --out_dir=…/{name}"
-        )
-    return mine[-1] if mine else None
+        older = f" (older ones there: {', '.join(mine[:-1])})" if mine[1:] else ""
+        log(f"nothing local: going on with run {mine[-1]} of the Hub; --resume=never starts another{older}")
+        return mine[-1]
+    if runs:  # another name of out_dir is all that parts this start from them
+        there, cure = ", ".join(runs), f"--out_dir=…/{runs[-1].rsplit('-', 3)[0]}"
+        log(f"a fresh start; the Hub repo also holds run {there}: to go on, give its out_dir, e.g. {cure}")
+    return None
 
 
 def check_write(publisher, folder: str, resume: str, log):
@@ -108,10 +101,8 @@ class OnHub:
 
     def fetch(self, name: str):
         """Download a checkpoint into the folder, where it appears once it is proven; CheckpointError where it is damaged."""
-        run, temporary = (
-            self.folder.run_id,
-            os.path.join(self.folder.path, f".tmp-{self.folder.run_id}+{name}"),
-        )
+        run = self.folder.run_id
+        temporary = os.path.join(self.folder.path, f".tmp-{run}+{name}")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             self.publisher.download(self.prefix(name), temporary)
@@ -127,9 +118,10 @@ class OnHub:
     def send(self, prefix: str, folder: str, kind: str):
         """Upload a sealed folder, see that the Hub has what its manifest says, note the receipt, then rotate there."""
         mine = set(self.names())
-        if self.known is not None and mine - self.known:
-            text = f"another process publishes run {self.folder.run_id} too (it wrote {sorted(mine - self.known)})"
-            raise CheckpointError(f"{text}: stop one")
+        if self.known is not None and (foreign := sorted(mine - self.known)):
+            raise CheckpointError(
+                f"another process publishes run {self.folder.run_id} too: stop it ({foreign})"
+            )
         self.known = mine | {prefix.rpartition("/")[2]}  # a failed attempt may have got there all the same
         manifest = read_manifest(folder)
         receipt = self.publisher.upload(folder, prefix)
@@ -139,39 +131,31 @@ class OnHub:
             # small files have git's id instead of a sha256
             known = isinstance(digest, str) and len(digest) == 64
             if size != entry["size"] or (known and digest != entry["sha256"]):
-                raise CheckpointError(
-                    f"{name} on the Hub differs from {folder}: size {size}, sha256 {digest}"
-                )
+                raise CheckpointError(f"{name} on the Hub differs from {folder}: size {size}, id {digest}")
         if kind in ROTATED:
-            self._rotate(kind)
+            for stale in [n for n in self.names() if NAME.fullmatch(n)[2] == kind][: -self.folder.keep]:
+                try:
+                    self.publisher.delete(self.prefix(stale))
+                except OSError as e:
+                    self.log(f"{stale} could not be deleted on the Hub: {e}")
         self.receipts[prefix] = receipt
         try:
             write_text(self.record, to_json(self.receipts, "published.json"))
         except (OSError, CheckpointError) as e:
             self.log(f"{self.record}: {e}")
 
-    def _rotate(self, kind: str):
-        for stale in [n for n in self.names() if NAME.fullmatch(n)[2] == kind][: -self.folder.keep]:
-            try:
-                self.publisher.delete(self.prefix(stale))
-            except OSError as e:
-                self.log(f"{stale} could not be deleted on the Hub: {e}")
-
 
 class Uploads:
     """Rank 0's queue to the Hub: a thread that uploads finished folders one at a time, behind the run.
 
     Retries within an upload are the publisher's; what still fails stays in the queue and is tried again later. A
-    newer `latest`, `best` or export takes the place of an older one that waits; milestones and `final` wait for good.
-    Old checkpoints on the Hub go only after a newer one of their kind is there, with the sizes and hashes of its
-    manifest."""
+    newer `latest`, `best` or export takes the place of an older one that waits; milestones and `final` wait for good."""
 
     RETRY = 60.0, 900.0  # seconds until a failed upload is tried again: first, and at most
 
     def __init__(self, hub: OnHub):
         self.hub, self.log = hub, hub.log
-        # {prefix in the repo: (folder, kind)}, first come first served
-        self.pending: dict[str, tuple[str, str]] = {}
+        self.pending: dict[str, tuple[str, str]] = {}  # {prefix in the repo: (folder, kind)}, in their order
         self.active, self.failures, self.deadline = None, 0, None
         self.refused: set[str] = set()  # prefixes whose last attempt met a "no" that waiting does not change
         self.seconds: float | None = None  # that the latest checkpoint took to get there
@@ -202,9 +186,8 @@ class Uploads:
 
     def may_delete(self, name: str, onwards: list[str]) -> bool:
         """Whether rotation may delete a local checkpoint. `onwards`: it and all younger ones of its kind."""
-        with self.changed:
-            if self.active == self.hub.prefix(name):
-                return False
+        if self.active == self.hub.prefix(name):
+            return False
         if any(map(self.hub.has, onwards)):
             return True  # it, or a younger one that does its service, is safely on the Hub
         enough = self.hub.folder.keep + SLACK
@@ -216,8 +199,7 @@ class Uploads:
         pause = self.RETRY[0]
         while True:
             with self.changed:
-                while not self.pending and self.deadline is None:
-                    self.changed.wait()
+                self.changed.wait_for(lambda: self.pending or self.deadline is not None)
                 if not self.pending:
                     return
                 prefix, (folder, kind) = next(iter(self.pending.items()))
@@ -247,10 +229,9 @@ class Uploads:
         if not os.path.isdir(folder):  # rotated away meanwhile
             return True
         self.failures += 1
-        self.log(
-            f"UPLOAD FAILED, number {self.failures}: {prefix or 'export'}: {type(error).__name__}: {error}"
-        )
-        # Behind the others; not at all if a newer one of its kind waits.
+        what = f"{prefix or 'export'}: {type(error).__name__}"
+        self.log(f"UPLOAD FAILED, number {self.failures}: {what}: {error}")
+        # behind the others; not at all if a newer one of its kind waits
         if kind in KEPT or kind not in [k for _, k in self.pending.values()]:
             self.pending[prefix] = folder, kind
         final, left = getattr(error, "final", False), pause
@@ -271,8 +252,8 @@ class Uploads:
         with self.changed:
             self.deadline = end
             self.refused.clear()  # a "no" of hours ago may be a "yes" now: each has one more attempt
-            checkpoints = by_serial(p.rpartition("/")[2] for p in self.pending)
-            if checkpoints:  # the newest goes first: what the next machine goes on from
+            # the newest goes first: what the next machine goes on from
+            if checkpoints := by_serial(p.rpartition("/")[2] for p in self.pending):
                 newest = self.hub.prefix(checkpoints[-1])
                 self.pending = {newest: self.pending[newest], **self.pending}
             self.changed.notify_all()

@@ -53,6 +53,8 @@ def server(monkeypatch):
         server.commit("datasets/me/data", fake_hub.DATA)
         server.commit("models/me/model", {"README.md": b"hello"})
         monkeypatch.setenv("HF_TOKEN", fake_hub.WRITE_TOKEN)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr("hub.client.FIRST_WAIT", 0.01)
         yield server
 
 

@@ -3,7 +3,7 @@
     with FakeHub() as hub:
         hub.commit("datasets/me/data", {"data/code/0.npy": b"..."})      # history grows by one commit; None deletes
         hub.fault("GET .*/resolve/", "reset", times=2)                    # the next two downloads are cut off
-        HubSource("me/data", cache, endpoint=hub.url)
+        os.environ["HF_ENDPOINT"] = hub.url
         hub.requests("GET .*/tree/")                                      # what was asked so far
 
 What it models: commits, branches by name `main`, files in git (sha1 of the blob) or in LFS (sha256), paged listings, ranged
@@ -146,7 +146,6 @@ class Handler(BaseHTTPRequestHandler):
         (r"/api/repos/create", "create_repo"),
         (r"/api/(?P<repo>(?:models|datasets)/[^/]+/[^/]+)(?:/revision/(?P<rev>[^/]+))?", "repo_info"),
         (r"/api/(?P<repo>\w+/[^/]+/[^/]+)/tree/(?P<rev>[^/]+)(?:/(?P<folder>.*))?", "tree"),
-        (r"/api/(?P<repo>\w+/[^/]+/[^/]+)/paths-info/(?P<rev>[^/]+)", "paths_info"),
         (r"/api/(?P<repo>\w+/[^/]+/[^/]+)/preupload/(?P<rev>[^/]+)", "preupload"),
         (r"/api/(?P<repo>\w+/[^/]+/[^/]+)/commit/(?P<rev>[^/]+)", "make_commit"),
         (r"/_lfs/(?P<oid>\w+)", "lfs_put"),
@@ -313,14 +312,6 @@ class Handler(BaseHTTPRequestHandler):
             headers["Link"] = f'<{self.hub.url}{urllib.parse.urlsplit(self.path).path}?{query}>; rel="next"'
         self.reply(list(entries.values())[start : start + self.hub.page], **headers)
 
-    def paths_info(self, repo, rev):
-        _, files = self.files(repo, rev)
-        if self.headers.get("Content-Type", "").startswith("application/json"):
-            paths = json.loads(self.body)["paths"]
-        else:
-            paths = urllib.parse.parse_qs(self.body.decode()).get("paths", [])
-        self.reply([self.entry(path, files[path]) for path in paths if path in files])
-
     def resolve(self, repo, rev, path):
         sha, files = self.files(repo if repo.startswith("datasets/") else f"models/{repo}", rev)
         if path not in files:
@@ -410,7 +401,7 @@ class Handler(BaseHTTPRequestHandler):
 SHARDS = {f"data/code/{i}.npy": bytes([i]) * 1000 + b"tail" for i in range(4)}
 DATA = {"metadata.json": b'{"vocab_size": 257}', "data/math/a.npy": b"m" * 500, **SHARDS}
 CHECKPOINT = {"w.safetensors": b"w" * 4000, "shard/o.safetensors": b"o" * 3000, "manifest.json": b"{}"}
-READS = {"revision": "GET .*/revision/main", "list": "GET .*/tree/", "look up": "POST .*/paths-info/",
+READS = {"revision": "GET .*/revision/main", "list": "GET .*/tree/",
          "head": "HEAD .*/resolve/", "get": "GET .*/resolve/"}  # fmt: skip
 
 
@@ -424,13 +415,12 @@ class Short:
         time.sleep(min(seconds, 0.01))
 
 
-def source(server, cache, patience=20.0, log=quiet, **options) -> HubSource:
-    options |= dict(endpoint=server.url, patience=patience, log=log, first_wait=0.01)
-    return HubSource("me/data", str(cache), **options)
+def source(server, cache, patience=20.0, log=quiet, revision="main", cache_gb=64.0) -> HubSource:
+    return HubSource("me/data", str(cache), revision, cache_gb, patience, log)
 
 
 def publisher(server, repo="me/model", patience=20.0, log=quiet) -> Publisher:
-    return Publisher(repo, log, patience, endpoint=server.url, first_wait=0.01)
+    return Publisher(repo, log, patience)
 
 
 def folder_with(path, files) -> Path:

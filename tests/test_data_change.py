@@ -3,7 +3,6 @@
 The reference is the run on the same data that nothing happened to.
 """
 
-import functools
 import json
 import os
 
@@ -54,9 +53,7 @@ class Place:
 
 
 @pytest.fixture(params=["folder", "hub"])
-def place(request, tmp_path, server, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(hub, "HubSource", functools.partial(hub.HubSource, first_wait=0.01))
+def place(request, tmp_path, server):
     return Place(request.param, tmp_path, server)
 
 

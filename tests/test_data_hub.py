@@ -3,7 +3,6 @@
 The reference is the same dataset in a folder, which no network can disturb.
 """
 
-import functools
 import time
 
 import pytest
@@ -14,19 +13,16 @@ from corpora import Crew, dataset, rows, settings, write
 from fake_hub import files_below, in_time, outcome
 
 import data
-import hub
 from hub import HubError
 
 REPO = "datasets/me/tokens"
 
 
 @pytest.fixture
-def root(tmp_path, server, monkeypatch):
+def root(tmp_path, server):
     """The dataset in a folder, and as the repo me/tokens of the Hub that HF_ENDPOINT names."""
     root = dataset(tmp_path / "files")
     server.commit(REPO, files_below(root))
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(hub, "HubSource", functools.partial(hub.HubSource, first_wait=0.01))
     return root
 
 

@@ -140,7 +140,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("repo, revision, name, says", ABSENT)
 def test_what_does_not_exist_is_refused_at_once(server, tmp_path, repo, revision, name, says):
-    reader = HubSource(repo, tmp_path, revision, endpoint=server.url, log=print)
+    reader = HubSource(repo, tmp_path, revision, 64.0, 240.0, print)
     error = outcome(lambda: reader.fetch(name) if name else reader.list("code"))
     assert re.search(says, str(error)) and error.final and error.exit_code == 65
     assert len(server.log) <= 2
@@ -245,7 +245,7 @@ def test_a_start_lists_once_and_a_shard_is_got_once(server, tmp_path):
 def test_offline_with_a_warm_cache_works(server, tmp_path, monkeypatch):
     warm = source(server, tmp_path)
     expected, commit = read_everything(warm), warm.revision
-    server.url = f"http://127.0.0.1:{free_port()}"  # nobody is there
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")  # nobody is there
     assert read_everything(source(server, tmp_path, patience=0.2, revision=commit)) == expected
     error = outcome(lambda: source(server, tmp_path, patience=0.2).list("code"))
     assert "HF_HUB_OFFLINE=1" in str(error), "a branch may have moved: not in silence"
@@ -341,14 +341,14 @@ FETCH = """
 import hashlib, sys
 sys.path.insert(0, {root!r})
 import hub
-reader = hub.HubSource("me/data", {cache!r}, {revision!r}, endpoint={url!r}, patience=20, first_wait=0.01)
+reader = hub.HubSource("me/data", {cache!r}, {revision!r}, 64.0, 20.0, print)
 for name in {names!r}:
     print(hashlib.sha256(open(reader.fetch(name), "rb").read()).hexdigest(), flush=True)
 """
 
 
 def fetch_in_a_process(server, cache, names):
-    code = FETCH.format(root=ROOT, cache=str(cache), revision=commit_of(server), url=server.url, names=names)
+    code = FETCH.format(root=ROOT, cache=str(cache), revision=commit_of(server), names=names)
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 

@@ -16,7 +16,6 @@ from fake_hub import READ_TOKEN, WRITE_TOKEN, files_below, in_time, outcome, pub
 from test_uploads import idle, send
 from workers import free_port
 
-import hub
 from store import read_export
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -104,7 +103,7 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
     elif trouble == "the token can only read":
         monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
     else:
-        monkeypatch.setattr(writer, "endpoint", f"http://127.0.0.1:{free_port()}")
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     shared, _ = state_for(0, 1)
     export = str(tmp_path / "export")
     c.export({"a": shared["model.a"]}, {"d": 1})
@@ -124,6 +123,7 @@ def test_nothing_local_goes_away_because_an_upload_failed(server, tmp_path, monk
     c.uploads.thread.join(30)  # as if that process had ended
     server.faults.clear()
     monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
     again, lines = open_folder(tmp_path / "checkpoints", publisher=publisher(server), keep=1)
     in_time(again.newest)
     again.publish({})
@@ -210,7 +210,7 @@ def test_the_export_is_published_beside_other_files_and_verified(server, tmp_pat
     files = server.files(REPO)
     assert files["README.md"] == b"hello" and files["report.json"] == b'{"loss": 1.5}'
     assert {n: hashlib.sha256(files[n]).hexdigest() for n in digest_of(export)} == digest_of(export)
-    hub.Publisher("me/model", endpoint=server.url).download("", tmp_path / "back")
+    publisher(server).download("", tmp_path / "back")
     config, tensors = read_export(str(tmp_path / "back"))
     assert config["d"] == 1 and (tensors["a"] == shared["model.a"].full_tensor()).all()
 
