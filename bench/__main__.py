@@ -419,7 +419,7 @@ CASES = {
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser("bench", description=__doc__)
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     option, words = parser.add_argument, f"{', '.join(CASES)}, gpu"
     option("cases", nargs="*", metavar="case", help=f"{words}; none: all but gpu; quality needs --text")

@@ -16,7 +16,7 @@ from .client import USERS_FAULT, HubError, Patience, Remote, client, disk_errors
 
 
 class HubSource(Remote):
-    """A dataset repo with the layout data/<domain>/*.npy + metadata.json, and the methods of shards.FolderSource.
+    """A dataset repo with the layout data/<domain>/*.npy + metadata.json, and the methods of text.FolderSource.
 
     Below cache_dir/hub/<repo>: the Cache of shards, listings/ and refs/ (what the Hub said). cache_gb must hold the current,
     the next and the validation shard of each domain."""

@@ -59,7 +59,7 @@ def write_status(out_dir: str, status: str, exit_code: int | None, **info):
 
 
 def occupied(out_dir: str) -> bool:
-    """Does another launch hold the folder (checkpoint.py's lock)? Its status.json is not this launch's to write."""
+    """Does another launch hold the folder (the store's lock)? Its status.json is not this launch's to write."""
     try:
         with open(os.path.join(out_dir, "checkpoints", ".lock"), encoding="utf-8") as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
