@@ -40,7 +40,12 @@ LEFT_OUT = {
 
 def python_corpus(cache: str, agree, log=print) -> str:
     """The folder of the packed corpus. One process of each machine packs it, where it is not there whole."""
-    versions = [platform.python_version()] + [f"{p} {version(p)}" for p in PACKAGES]
+    versions = [platform.python_version()]
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{package} absent")
     key = hashlib.sha256(json.dumps([CORPUS_VERSION, versions]).encode()).hexdigest()[:12]
     folder = os.path.join(cache, f"python-{key}")
 
@@ -56,13 +61,6 @@ def python_corpus(cache: str, agree, log=print) -> str:
 
     agreed(agree, "packing the Python corpus", make_once)
     return folder
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 def whole(folder: str) -> bool:
@@ -90,19 +88,20 @@ def make(folder: str, log):
     os.chmod(work, 0o755)
     try:
         domains, total = {}, 0
+        meta, encode = pack.load_tokenizer("bytes", None)
         for domain, texts in RECIPE.items():
             unique = list(dict.fromkeys(t.strip() for t in texts()))
             documents = pack.Documents([t.encode("utf-8", errors="replace") for t in unique])
-            _, encode = pack.load_tokenizer("bytes", None)
-            size, share = pack.SHARD_TOKENS, 0.02
-            with pack.replacing(work, domain, "python") as part:
-                domains[domain] = pack.pack_text(
-                    part, documents, domain, encode, 256, 257, size, share, 0, lambda n: None
-                )
+            trained, held_out = documents.split(0.02, 0, domain)
+            with pack.replacing(work, domain, "python", 257, pack.SHARD_TOKENS) as (train, val, about):
+                about["documents"] = len(documents.table)
+                pack.pack_text(documents, held_out, val, encode, 256)
+                pack.pack_text(documents, trained, train, encode, 256)
+            domains[domain] = about
             total += domains[domain]["tokens"]
         domains["reasoning"]["source"] = "generated worked steps: synthetic"
-        meta = {"vocab_size": 257, "tokenizer": "bytes", "eot": 256, "python": platform.python_version()}
-        pack.save_json(os.path.join(work, "metadata.json"), meta | {"domains": domains})
+        meta |= {"python": platform.python_version(), "domains": domains}
+        pack.save_json(os.path.join(work, "metadata.json"), meta)
         try:
             os.rename(work, folder)
         except OSError:  # it is there: another process was quicker with the same text, or it is incomplete

@@ -1,12 +1,11 @@
-"""Text -> shards: `python data.py pack`, `python data.py inspect`. (corpus.py packs the quickstart's text with it.)
+"""Text -> shards: `python data.py pack`, `python data.py inspect`.
 
     python data.py pack OUT [--tokenizer=bytes|PATH/tokenizer.json] [options] domain=GLOB [domain=GLOB …]
 
 A GLOB names text files (a document each), .jsonl files (a document a line, in --field), folders (every text file below
 them), or .bin token files of nanoGPT and modded-nanogpt (copied in their order, val.bin and *_val_*.bin held out;
-give --vocab_size). Documents are shuffled, each is followed by the end-of-document id, and shards are one line of
-tokens, which suits every max_len.
-The last documents, --val of the text, become val.npy, which is never trained on; of a single document, its end does.
+give --vocab_size). Documents are shuffled, and each is followed by the end-of-document id. The last documents, --val of
+the text, become val.npy, which is never trained on; of a single document, its end does.
 
 A domain is built aside and takes its place at once, metadata.json last: a killed run leaves nothing half-made, and the
 same command again gives the same bytes.
@@ -14,8 +13,8 @@ same command again gives the same bytes.
 
 import argparse
 import contextlib
+import filecmp
 import glob
-import hashlib
 import json
 import os
 import re
@@ -32,7 +31,6 @@ from .tokenizer import Tokenizer
 PIECE = 1 << 20  # bytes of a document that are tokenised at once: bounds the memory
 SHARD_TOKENS = 1 << 26  # 134 MB of uint16
 MAX_VAL = 1 << 24  # bytes: enough for any evaluation
-WHOLE = sys.maxsize  # tokens of the one held-out shard
 # in a file's name: nanoGPT's val.bin, modded-nanogpt's fineweb_val_….bin
 HELD_OUT = re.compile(r"(^|[_-])val([_.-]|$)")
 # first int32 of llm.c's and modded-nanogpt's .bin files; then version, tokens, 253 more
@@ -104,9 +102,8 @@ class Documents:
             if start + len(piece) < stop and (cut := piece.rfind(b"\n") + 1):
                 piece = piece[:cut]
             if (at := piece.find(b"\0")) >= 0:
-                raise DataError(
-                    f"{self.sources[i]}: has a zero byte at {start + at}: not text; leave it out of the glob"
-                )
+                why = f"has a zero byte at {start + at}: not text; leave it out of the glob"
+                raise DataError(f"{self.sources[i]}: {why}")
             yield piece
             start += len(piece)
 
@@ -201,32 +198,25 @@ class Writer:
             self.write(self.held, name)
 
 
-def writers(folder: str, vocab_size: int, size: int) -> tuple[Writer, Writer]:
-    """For the shards of a domain and for its one held-out shard, which stays whole: a second would be trained on."""
-    return Writer(folder, vocab_size, size), Writer(folder, vocab_size, WHOLE)
-
-
-def written(train: Writer, val: Writer, **about) -> dict:
-    """Both closed, and what metadata.json says of them."""
-    val.close("val.npy")
-    train.close()
-    return {"tokens": train.tokens, "val_tokens": val.tokens, **about, "shards": train.shards}
-
-
 @contextlib.contextmanager
-def replacing(out: str, domain: str, source: str):
-    """A folder for a domain's shards, made from `source` and the like. They take the place of the present ones at the
-    end, if nothing was raised."""
+def replacing(out: str, domain: str, source: str, vocab_size: int, size: int):
+    """(train, val, about): two writers for a domain's shards, and what metadata.json says of them. They take the place of
+    the present ones at the end, if nothing was raised. `source` names the input in messages."""
     top = os.path.join(out, "data")
     work, old, final = (os.path.join(top, n) for n in (f".packing-{domain}", f".old-{domain}", domain))
     for left in (work, old):
         shutil.rmtree(left, ignore_errors=True)
     os.makedirs(work)
+    # what is held out stays whole: a second shard of it would be trained on
+    train, val = Writer(work, vocab_size, size), Writer(work, vocab_size, sys.maxsize)
+    about = {"tokens": 0, "val_tokens": 0}
     try:
-        yield work
-        names = os.listdir(work)
-        if all(map(is_val, names)):
-            why = "all is held out, nothing to train on" if names else "no text at all, nothing to pack"
+        yield train, val, about
+        val.close("val.npy")
+        train.close()
+        about |= {"tokens": train.tokens, "val_tokens": val.tokens, "shards": train.shards}
+        if not train.shards:
+            why = "all is held out, nothing to train on" if val.shards else "no text at all, nothing to pack"
             raise DataError(f"{domain}={source}: {why}")
         if os.path.isdir(final):
             os.rename(final, old)
@@ -236,22 +226,15 @@ def replacing(out: str, domain: str, source: str):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def pack_text(folder, documents, domain, encode, eot, vocab_size, size, share, seed, progress) -> dict:
-    """Text -> the shards of one domain, and what metadata.json says of them."""
-    trained, held_out = documents.split(share, seed, domain)
-    train, val = writers(folder, vocab_size, size)
-    for table, to in ((held_out, val), (trained, train)):
-        for i, start, stop, whole in table.tolist():
-            empty = True
-            for piece in documents.pieces(i, start, stop):
-                if piece:
-                    to.add(encode(piece, documents.sources[i]))
-                    empty = False
-            progress(stop - start)
-            if whole and not empty:
-                to.add([eot])
-    documents.close()
-    return written(train, val, documents=len(documents.table))
+def pack_text(documents: Documents, table: np.ndarray, to: Writer, encode, eot: int, progress=lambda n: None):
+    """The documents of one table of `split`, each followed by eot."""
+    for i, start, stop, whole in table.tolist():
+        before = to.tokens + to.held
+        for piece in documents.pieces(i, start, stop):
+            to.add(encode(piece, documents.sources[i]))
+        progress(stop - start)
+        if whole and to.tokens + to.held > before:
+            to.add([eot])
 
 
 def read_bin(path: str) -> tuple[int, int]:
@@ -266,15 +249,13 @@ def read_bin(path: str) -> tuple[int, int]:
     if head[0] == MODDED_MAGIC:
         offset, n = 1024, int(head[2])
     if size != offset + 2 * n or not n:
-        raise DataError(
-            f"{path}: has {size} bytes, {offset + 2 * n} are expected for {n} uint16 ids: truncated?"
-        )
+        why = f"has {size} bytes, {offset + 2 * n} are expected for {n} uint16 ids: truncated?"
+        raise DataError(f"{path}: {why}")
     return offset, n
 
 
-def pack_bins(folder, files: list, vocab_size, size, progress) -> dict:
-    """Token files, copied in order, -> the shards of one domain; those named HELD_OUT become val.npy."""
-    train, val = writers(folder, vocab_size, size)
+def pack_bins(files: list, train: Writer, val: Writer, vocab_size: int, progress):
+    """Token files, copied in order; those named HELD_OUT go to `val`."""
     for path in files:
         to = val if HELD_OUT.search(os.path.basename(path)) else train
         offset, n = read_bin(path)
@@ -284,13 +265,10 @@ def pack_bins(folder, files: list, vocab_size, size, progress) -> dict:
                 ids = np.fromfile(f, "<u2", min(PIECE, n - first))
                 if ids.max() >= vocab_size:
                     at = int((ids >= vocab_size).argmax())
-                    raise DataError(
-                        f"{path}: token {first + at} has id {ids[at]}, outside --vocab_size={vocab_size}: give "
-                        "the tokenizer's size (GPT-2: 50257)"
-                    )
+                    what = f"token {first + at} has id {ids[at]}, outside --vocab_size={vocab_size}"
+                    raise DataError(f"{path}: {what}: give the tokenizer's size (GPT-2: 50257)")
                 to.add(ids)
                 progress(2 * len(ids))
-    return written(train, val)
 
 
 def save_json(path: str, value):
@@ -307,16 +285,17 @@ def save_json(path: str, value):
 def load_tokenizer(name: str, end: str | None):
     """(what metadata.json says of it, encode(bytes, source) -> ids)."""
     if name == "bytes":
-        return {"vocab_size": 257, "tokenizer": "bytes", "eot": 256}, lambda b, _: np.frombuffer(b, np.uint8)
+        return {"vocab_size": 257, "tokenizer": "bytes", "eot": 256}, lambda piece, _: np.frombuffer(
+            piece, np.uint8
+        )
     if not os.path.isfile(name):
         raise DataError(f"--tokenizer={name}: no such file; give 'bytes' or the path of a tokenizer.json")
     model = Tokenizer({"tokenizer": "tokenizer.json"}, name).model
     known = [t for t in ([end] if end else END_TOKENS) if model.token_to_id(t) is not None]
     if not known:
         special = ", ".join(t.content for t in model.get_added_tokens_decoder().values()) or "none"
-        raise DataError(
-            f"{name}: no end-of-document token {end or 'known by name'}; its special tokens: {special}: give --eot=TOKEN"
-        )
+        why = f"no end-of-document token {end or 'known by name'}; its special tokens: {special}"
+        raise DataError(f"{name}: {why}: give --eot=TOKEN")
 
     def encode(piece: bytes, source):
         try:
@@ -325,12 +304,14 @@ def load_tokenizer(name: str, end: str | None):
             raise DataError(f"{source}: is not UTF-8 ({e.reason} near byte {e.start}): convert it") from None
         return model.encode(text, add_special_tokens=False).ids
 
-    vocab = model.get_vocab_size()
-    return {"vocab_size": vocab, "tokenizer": "tokenizer.json", "eot": model.token_to_id(known[0])}, encode
+    meta = {"vocab_size": model.get_vocab_size(), "tokenizer": "tokenizer.json"}
+    return meta | {"eot": model.token_to_id(known[0])}, encode
 
 
 def pack(out: str, inputs: list[str], options, log=print):
     """`python data.py pack`."""
+    from tqdm import tqdm  # comes with huggingface_hub
+
     wanted = {}
     for text in inputs:
         domain, equals, pattern = text.partition("=")
@@ -344,47 +325,18 @@ def pack(out: str, inputs: list[str], options, log=print):
     if bins == {True}:
         if not options.vocab_size:
             raise DataError(".bin files do not say their vocabulary: give --vocab_size=N (GPT-2: 50257)")
-        meta, encode = {"vocab_size": options.vocab_size, "tokenizer": None, "eot": None}, None
-        if options.vocab_size == 50257:
-            meta["eot"] = 50256
+        eot = 50256 if options.vocab_size == 50257 else None
+        meta, encode = {"vocab_size": options.vocab_size, "tokenizer": None, "eot": eot}, None
     else:
         meta, encode = load_tokenizer(options.tokenizer, options.eot)
-    path, copy = os.path.join(out, "metadata.json"), os.path.join(out, "tokenizer.json")
-    domains = present_domains(out, meta, options.tokenizer, wanted)
-    try:
-        os.makedirs(os.path.join(out, "data"), exist_ok=True)
-        if meta["tokenizer"] == "tokenizer.json" and not os.path.exists(copy):
-            shutil.copyfile(options.tokenizer, copy)
-        total = sum(os.path.getsize(f) for files in wanted.values() for f in files)
-        with progress_bar(total, "pack") as bar:
-            for domain, files in wanted.items():
-                size, vocab = options.shard_tokens, meta["vocab_size"]
-                with replacing(out, domain, files[0]) as folder:
-                    if encode is None:
-                        domains[domain] = pack_bins(folder, files, vocab, size, bar.update)
-                    else:
-                        domains[domain] = pack_text(
-                            folder, Documents(files, options.field), domain, encode, meta["eot"], vocab, size, options.val,
-                            options.seed, bar.update,
-                        )  # fmt: skip
-                save_json(path, meta | {"domains": domains})
-    except OSError as e:
-        raise DataError(f"{e.filename or out}: {os_reason(e)}") from None
-    for domain in wanted:
-        log(f"{domain}: " + ", ".join(f"{v} {k}" for k, v in domains[domain].items()))
-    log(f"train on it with --data={out} --domains={','.join(domains)}")
-
-
-def present_domains(out: str, meta: dict, tokenizer: str, wanted) -> dict:
-    """What metadata.json says of the domains in OUT, to which the wanted ones are added; they must fit together."""
     path, copy = os.path.join(out, "metadata.json"), os.path.join(out, "tokenizer.json")
     before = FolderSource(out).metadata() or {}
     if before:
         if not isinstance(before, dict) or not isinstance(before.get("domains"), dict):
             raise DataError(f"{path}: was not made by pack: choose another OUT")
-        differing = [k for k in ("vocab_size", "tokenizer", "eot") if before.get(k) != meta[k]]
+        differing = [k for k in meta if before.get(k) != meta[k]]
         if meta["tokenizer"] == "tokenizer.json" and os.path.exists(copy):
-            differing += ["tokenizer.json"] * (file_hash(copy) != file_hash(tokenizer))
+            differing += ["tokenizer.json"] * (not filecmp.cmp(copy, options.tokenizer, shallow=False))
         if differing:
             raise DataError(f"{path}: was packed with another {', '.join(differing)}: choose another OUT")
     domains = before.get("domains", {})
@@ -392,19 +344,32 @@ def present_domains(out: str, meta: dict, tokenizer: str, wanted) -> dict:
         here = os.path.join(out, "data", domain)
         if os.path.isdir(here) and os.listdir(here) and domain not in domains:
             raise DataError(f"{here}: holds files that pack did not make: choose another OUT or remove it")
-    return domains
-
-
-def file_hash(path: str) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def progress_bar(total: int, name: str):
-    """tqdm comes with huggingface_hub; off where nobody watches."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=None)
+    try:
+        os.makedirs(os.path.join(out, "data"), exist_ok=True)
+        if meta["tokenizer"] == "tokenizer.json" and not os.path.exists(copy):
+            shutil.copyfile(options.tokenizer, copy)
+        total = sum(os.path.getsize(f) for files in wanted.values() for f in files)
+        # off where nobody watches
+        with tqdm(total=total, unit="B", unit_scale=True, desc="pack", disable=None) as bar:
+            for domain, files in wanted.items():
+                size, vocab = options.shard_tokens, meta["vocab_size"]
+                with replacing(out, domain, files[0], vocab, size) as (train, val, about):
+                    if bins == {True}:
+                        pack_bins(files, train, val, vocab, bar.update)
+                    else:
+                        documents = Documents(files, options.field)
+                        about["documents"] = len(documents.table)
+                        trained, held_out = documents.split(options.val, options.seed, domain)
+                        pack_text(documents, held_out, val, encode, meta["eot"], bar.update)
+                        pack_text(documents, trained, train, encode, meta["eot"], bar.update)
+                        documents.close()
+                domains[domain] = about
+                save_json(path, meta | {"domains": domains})
+    except OSError as e:
+        raise DataError(f"{e.filename or out}: {os_reason(e)}") from None
+    for domain in wanted:
+        log(f"{domain}: " + ", ".join(f"{v} {k}" for k, v in domains[domain].items()))
+    log(f"train on it with --data={out} --domains={','.join(domains)}")
 
 
 def inspect(folder: str, log=print):
@@ -445,9 +410,8 @@ def inspect(folder: str, log=print):
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="data.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="data.py", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("pack", help="text, .jsonl or .bin files -> shards")
     p.add_argument("out", metavar="OUT", help="folder of the dataset; domains are added to it or replaced")
@@ -455,9 +419,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
     p.add_argument("--eot", help="end-of-document token of a tokenizer.json, if it has an unusual name")
     p.add_argument("--field", default="text", help="name of the text in .jsonl lines")
-    p.add_argument(
-        "--val", type=float, default=0.01, help="share of the text that is held out (at most 16 MB)"
-    )
+    p.add_argument("--val", type=float, default=0.01, help="share of the text held out (at most 16 MB)")
     p.add_argument("--seed", type=int, default=0, help="of the order of the documents")
     p.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard")
     p.add_argument("--vocab_size", type=int, help="of .bin files, which do not say it")
