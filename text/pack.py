@@ -229,11 +229,13 @@ def replacing(out: str, domain: str, source: str, vocab_size: int, size: int):
 def pack_text(documents: Documents, table: np.ndarray, to: Writer, encode, eot: int, progress=lambda n: None):
     """The documents of one table of `split`, each followed by eot."""
     for i, start, stop, whole in table.tolist():
-        before = to.tokens + to.held
+        empty = True
         for piece in documents.pieces(i, start, stop):
-            to.add(encode(piece, documents.sources[i]))
+            if piece:
+                to.add(encode(piece, documents.sources[i]))
+                empty = False
         progress(stop - start)
-        if whole and to.tokens + to.held > before:
+        if whole and not empty:
             to.add([eot])
 
 
@@ -310,8 +312,6 @@ def load_tokenizer(name: str, end: str | None):
 
 def pack(out: str, inputs: list[str], options, log=print):
     """`python data.py pack`."""
-    from tqdm import tqdm  # comes with huggingface_hub
-
     wanted = {}
     for text in inputs:
         domain, equals, pattern = text.partition("=")
@@ -349,7 +349,8 @@ def pack(out: str, inputs: list[str], options, log=print):
         if meta["tokenizer"] == "tokenizer.json" and not os.path.exists(copy):
             shutil.copyfile(options.tokenizer, copy)
         total = sum(os.path.getsize(f) for files in wanted.values() for f in files)
-        # off where nobody watches
+        from tqdm import tqdm  # comes with huggingface_hub; off where nobody watches
+
         with tqdm(total=total, unit="B", unit_scale=True, desc="pack", disable=None) as bar:
             for domain, files in wanted.items():
                 size, vocab = options.shard_tokens, meta["vocab_size"]
