@@ -43,8 +43,7 @@ import plan
 import sample
 import schedule
 import track
-from launch import drill as drills
-from launch import proof
+from launch import drill, proof
 from store import Saved, Store, open_store, read_state
 
 
@@ -77,7 +76,7 @@ def train(s: Settings) -> dict:
         return published(run, s, agree, store)
     with track.explained_memory(s, planned, lambda: run.step):
         if s.drill:
-            return drill(run, s, agree, store, log)
+            return whole_cycle(run, s, agree, store, log)
         stop = loop(run, s, agree, store, log, s.stop_at)
     if not stop:
         return finish(run, s, agree, store, planned, log)
@@ -117,8 +116,9 @@ def start_up(s: Settings, agree, log, launched: float) -> tuple[Run, Store, plan
         s.vocab_size = stream.vocab_size
         proof.check_equal(agree, "the vocabulary", s.digest())
         flops = {ctx: model.flops_per_token(s, ctx) for ctx in schedule.contexts(s)}
-        main = agree.rank == 0
-        metrics = track.Metrics(s, agree.world, device, flops.get, log, main, launched, store.run_id)
+        metrics = track.Metrics(
+            s, agree.world, device, flops.get, log, agree.rank == 0, launched, store.run_id
+        )
         run = Run(asked, stream, metrics)
         if stream.vocab_size <= 4096:
             run.baseline = data.bigram_baseline(stream, 1e6, s.final_eval_rows)
@@ -141,7 +141,7 @@ def start_up(s: Settings, agree, log, launched: float) -> tuple[Run, Store, plan
         run.horizon = schedule.first_horizon(s)
         if saved:
             resume(run, s, agree, store, saved, log)
-        assumed = (planned.assumed if planned else {}) | drills.drilled(s.out_dir)
+        assumed = (planned.assumed if planned else {}) | drill.drilled(s.out_dir)
         run.budget = schedule.Budget(s, launched, metrics.journal.used_before, assumed, agree.world)
         if saved:
             run.budget.load_state(saved.state["budget"])
@@ -380,7 +380,7 @@ def published(run: Run, s: Settings, agree, store: Store, left: float | None = N
     return {"step": run.step, "export": store.export_folder, "unpublished": unpublished}
 
 
-def drill(run: Run, s: Settings, agree, store: Store, log) -> dict:
+def whole_cycle(run: Run, s: Settings, agree, store: Store, log) -> dict:
     """`--drill`: the whole cycle once, in a folder of its own. -> facts for status.json"""
 
     def reload():
@@ -390,7 +390,7 @@ def drill(run: Run, s: Settings, agree, store: Store, log) -> dict:
         resume(run, s, agree, store, saved, log)
 
     frame, exact = (run, s, agree, store), agree.device.type == "cpu" or s.deterministic
-    seconds = drills.drill(
+    seconds = drill.drill(
         train=partial(loop, *frame, log), evaluate=partial(evaluate, run, s, agree, s.eval_rows),
         save=partial(save, *frame, "latest", wait=True), reload=reload, export=partial(export, *frame),
         store=store, metrics=run.metrics, exact=exact, log=log,
