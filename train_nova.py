@@ -3,8 +3,7 @@
     python train_nova.py config/quickstart.py                          # one process, CPU or GPU
     torchrun --nproc_per_node=8 train_nova.py config/h200_8x.py        # FSDP2 on eight GPUs
 
-The run, top to bottom: start-up stages (each with a deadline and a verdict that all ranks share), the loop, the end. What a
-stage does lives in the file or room that owns it; this file is the story.
+The run, top to bottom: start-up stages, the loop, the end. What a stage does lives in the file or room that owns it.
 
 Three rules hold the loop together:
 * The global batch, the data order and the learning rates are pure functions of the step (and of a recorded horizon): the
@@ -116,9 +115,8 @@ def start_up(s: Settings, agree, log, launched: float) -> tuple[Run, Store, plan
         s.vocab_size = stream.vocab_size
         proof.check_equal(agree, "the vocabulary", s.digest())
         flops = {ctx: model.flops_per_token(s, ctx) for ctx in schedule.contexts(s)}
-        metrics = track.Metrics(
-            s, agree.world, device, flops.get, log, agree.rank == 0, launched, store.run_id
-        )
+        main = agree.rank == 0
+        metrics = track.Metrics(s, agree.world, device, flops.get, log, main, launched, store.run_id)
         run = Run(asked, stream, metrics)
         if stream.vocab_size <= 4096:
             run.baseline = data.bigram_baseline(stream, 1e6, s.final_eval_rows)
@@ -268,8 +266,8 @@ def accumulate(net, batch: data.Batch, meter: track.LossMeter, s: Settings, worl
 
 def evaluate(run: Run, s: Settings, agree, rows: int, final: bool = False) -> bool:
     """Loss on `rows` held-out rows per domain. True when it is the best so far."""
-    began = time.monotonic()
     agree.tick("evaluation", s.init_timeout)
+    began = time.monotonic()
     found = track.evaluate(run.net, run.stream, rows, s.micro_batch, agree.device)
     model.back_to_training(run.net)
     seconds = time.monotonic() - began
