@@ -13,11 +13,10 @@ does its service is; there is no pickle anywhere.
 """
 
 from .export import read_export, read_model
-from .folder import check_shared_folder
 from .sealed import CheckpointError, read_state, verify
 from .store import Saved, Store, open_store
 
 __all__ = [
-    "CheckpointError", "Saved", "Store", "check_shared_folder", "open_store", "read_export", "read_model", "read_state",
+    "CheckpointError", "Saved", "Store", "open_store", "read_export", "read_model", "read_state",
     "verify",
 ]  # fmt: skip

@@ -10,12 +10,12 @@ The invariant: everything here only looks; no number that it writes or prints ch
 """
 
 from .console import draw
-from .health import Diverged, OutOfMemory, Watcher, explained_memory
+from .health import Watcher, explained_memory
 from .meters import LossMeter, StepTimer, evaluate, memory
 from .metrics import Metrics, MetricsError, Step
 from .rows import read_rows, reported
 
 __all__ = [
-    "Diverged", "LossMeter", "Metrics", "MetricsError", "OutOfMemory", "Step", "StepTimer", "Watcher", "draw", "evaluate",
+    "LossMeter", "Metrics", "MetricsError", "Step", "StepTimer", "Watcher", "draw", "evaluate",
     "explained_memory", "memory", "read_rows", "reported",
 ]  # fmt: skip
